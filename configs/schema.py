@@ -1,0 +1,312 @@
+"""Every setting of a run: one typed, limited, documented field each. Unknown keys and wrong types are errors.
+
+This file only describes; configs/load.py reads YAML and --set into it and words the refusals. What can be judged
+only with the target at hand (layer ids, head sizes) is judged in producer/target.py and written to plan.json.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
+
+
+def _number(value: Any) -> Any:
+    """Accept 1e-4 as YAML 1.1 reads it (a string) and refuse booleans, which Python would take for 0 and 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, got a boolean")
+    if isinstance(value, str):
+        return float(value)
+    return value
+
+
+Int = Annotated[int, Strict()]
+Bool = Annotated[bool, Strict()]
+Float = Annotated[float, BeforeValidator(_number)]
+Text = Annotated[str, Strict()]
+RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Section(BaseModel):
+    """A part of the configuration: closed (unknown keys are errors) and frozen after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: RunName = "run"
+    """Name of the run: its folder under `folder`, its rings in /dev/shm and its sockets carry it."""
+    folder: Text = "runs"
+    """Where run folders are kept."""
+    seed: Int = Field(0, ge=0, lt=2**31)
+    """Seed of the schedule, of the initial weights and of the anchors."""
+
+
+class TargetConfig(Section):
+    """The frozen language model whose hidden states are learnt from."""
+
+    model: Text = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """A local folder or a hub id, as transformers takes it."""
+    revision: Text | None = None
+    """Branch, tag or commit on the hub; unused for a local folder."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type the target computes in; the ring stores features in it bit for bit. auto: float32 on a CPU, else the checkpoint's."""
+    target_layer_ids: tuple[Int, ...] | None = None
+    """Taps: 0-based decoder layers whose OUTPUT is taken, in this order. None: the default rule for `num_taps`."""
+    num_taps: Int = Field(5, ge=1, le=64)
+    """Number of taps where `target_layer_ids` is not given."""
+    mask_token_id: Int | None = Field(None, ge=0)
+    """Row of the embedding used as the mask token. None: the tokenizer's mask, else a reserved row that no data uses."""
+    final_hidden: Bool = False
+    """Also store the target's final hidden state (input of its head), which soft and target_argmax labels need."""
+    devices: tuple[Text, ...] = ("auto",)
+    """One producer process per entry: "cpu", "cuda:0", ... "auto": the first free GPU, else the CPU."""
+    threads: Int | None = Field(None, ge=1)
+    """CPU threads of each producer. None: the cores shared out between all processes of the run."""
+    compile: Bool = False
+    """Compile each decoder layer (regional torch.compile); GPU only."""
+    attention: Text = "sdpa"
+    """Attention implementation passed to transformers."""
+
+
+class SourceConfig(Section):
+    """One source of documents."""
+
+    path: Text
+    """A .jsonl or .txt file or a folder of them, or "package:NAME/FILE" inside an installed package."""
+    kind: Literal["auto", "chat", "text"] = "auto"
+    """chat: rows with messages, conversations or prompt/response; text: raw text or rows with `text`."""
+    weight: Float = Field(1.0, ge=0)
+    """Relative share of this source; 1 takes every document once an epoch."""
+
+
+class DataConfig(Section):
+    """Documents: where they come from, how they become tokens and which of them are supervised."""
+
+    sources: tuple[SourceConfig, ...] = Field((), max_length=1000)
+    """Sources, read in this order."""
+    chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict)
+    """Passed to the tokenizer's chat template (for example enable_thinking); recorded in checkpoint and export."""
+    max_document_tokens: Int | None = Field(None, ge=8)
+    """Longest document, in tokens. None: the pack size."""
+    long_documents: Literal["truncate", "split", "skip"] = "truncate"
+    """What becomes of a longer one: cut at the right, cut into several documents, or skipped and counted."""
+    bad_rows: Literal["skip", "fail"] = "skip"
+    """Rows that cannot be used: skipped and counted by reason with file:line, or the run stops at the first."""
+    heldout_documents: Int = Field(0, ge=0)
+    """Documents never trained on, chosen by digest; their prompts measure the held-out accepted length."""
+    max_documents: Int | None = Field(None, ge=1)
+    """Read at most this many documents; for short trials."""
+
+
+class PackConfig(Section):
+    """What one slot of the ring holds."""
+
+    tokens: Int = Field(8192, ge=32)
+    """T: tokens of a pack, padding included."""
+    window_packs: Int = Field(8, ge=1, le=256)
+    """Packs whose documents are sorted by length together, so that rows of one forward are near-equal."""
+    row_buckets: Int = Field(8, ge=1, le=64)
+    """Number of row lengths that the target sees; fewer means fewer shapes to compile, more means less padding."""
+    max_row_tokens: Int | None = Field(None, ge=32)
+    """Tokens of one forward, padding included. None: the pack size."""
+
+
+class RingConfig(Section):
+    """The shared-memory ring between producers and consumers."""
+
+    num_slots: Int = Field(8, ge=2, le=256)
+    """Slots of each producer's ring."""
+    min_ready: Int = Field(1, ge=1)
+    """A drafter takes only when at least this many packs are READY (until the data end): more mixing with pick: random."""
+    pick: Literal["oldest", "random"] = "oldest"
+    """Which READY pack is taken."""
+    max_age: Int | None = Field(None, ge=1)
+    """With pick: random, a pack older than this many publishes is taken first. None: four times num_slots."""
+    page_lock: Bool = True
+    """Page-lock the ring for the GPU (cudaHostRegister); ignored without one."""
+
+
+class DrafterConfig(Section):
+    """The DFlash drafter (design: see docs/drafter.md)."""
+
+    num_layers: Int = Field(5, ge=1, le=64)
+    """L: decoder layers of the drafter."""
+    block_size: Int = Field(16, ge=2, le=64)
+    """B: slots of a block; slot 0 is the anchor, so B-1 tokens are drafted per round."""
+    layout: Literal["sliding", "mixed", "full"] = "sliding"
+    """Attention layers: all sliding, all sliding but the last, or all full."""
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    """Explicit type of each layer; overrides `layout`."""
+    sliding_window: Int = Field(2048, ge=2)
+    """W: a sliding layer sees a context token iff query position - key position < W."""
+    sliding_causal: Bool = True
+    """Whether sliding layers are causal inside the block (True in z-lab's reading); full layers never are."""
+    num_attention_heads: Int | None = Field(None, ge=1)
+    """Query heads. None: the target's."""
+    num_key_value_heads: Int | None = Field(None, ge=1)
+    """Key and value heads. None: the target's."""
+    head_dim: Int | None = Field(None, ge=2)
+    """Size of a head. None: the target's."""
+    intermediate_size: Int | None = Field(None, ge=1)
+    """Width of the MLP. None: the target's."""
+    init: Literal["random", "target_last_layers"] = "random"
+    """Initial weights: random, or copies of the target's last layers with fc the identity on the last tap."""
+    draft_vocab_size: Int | None = Field(None, ge=16)
+    """Reduced output vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary."""
+
+
+class AnchorsConfig(Section):
+    """Which positions of a pack start a block."""
+
+    num: Int = Field(512, ge=1)
+    """A: anchors drawn per pack and step."""
+    per_document_min: Int = Field(0, ge=0)
+    """Floor per document (as far as it has candidates), so that short documents are not starved."""
+
+
+class LossConfig(Section):
+    """What the slots of a block learn, and with which weight."""
+
+    labels: Literal["hard", "soft", "target_argmax"] = "hard"
+    """hard: the data's token; soft: KL to the target's distribution; target_argmax: the target's own greedy token."""
+    decay: Literal["exponential", "dpace", "none"] = "exponential"
+    """Weight of slot k: exp(-(k-1)/gamma), D-PACE (arXiv 2605.18810), or 1."""
+    gamma: Float | None = Field(None, gt=0)
+    """Decay of the exponential weights. None: 7, 5, 4 for block sizes 16, 10, 8 (about 0.43 B + 0.4 between)."""
+    dpace_alpha: Float = Field(0.5, ge=0, le=1)
+    """Smoothing of D-PACE."""
+    chunk_rows: Int = Field(2048, ge=1)
+    """Block rows whose logits exist at one time."""
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the 2-D weights, AdamW for the rest; GPU only."""
+    lr: Float = Field(6e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    muon_lr: Float = Field(2e-2, gt=0)
+    """Peak learning rate of Muon's weights."""
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    eps: Float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: Float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: Float | None = Field(1.0, gt=0)
+    """Largest global gradient norm. None: no clipping."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_share: Float = Field(0.04, ge=0, lt=1)
+    """Share of all steps spent warming up."""
+    min_lr_share: Float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+
+class TrainingConfig(Section):
+    """The drafter process's loop."""
+
+    epochs: Int = Field(1, ge=1)
+    """Passes over the data."""
+    max_steps: Int | None = Field(None, ge=1)
+    """Stop after this many optimizer steps. None: the end of the data."""
+    max_seconds: Float | None = Field(None, gt=0)
+    """Stop after this many seconds of training. None: no limit."""
+    steps_per_pack: Int = Field(1, ge=1)
+    """Optimizer steps on each pack, each with fresh anchors."""
+    precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
+    """Type of the matrix products; masters are float32. auto: float32 on a CPU, bfloat16 on a GPU."""
+    devices: tuple[Text, ...] = ("auto",)
+    """One consumer process per entry, as target.devices."""
+    threads: Int | None = Field(None, ge=1)
+    """CPU threads of each consumer. None: the cores shared out between all processes of the run."""
+    cuda_graph: Bool = True
+    """Capture the whole step in one CUDA graph; ignored on a CPU."""
+    compile: Bool = True
+    """torch.compile of the step's parts; GPU only."""
+    log_every_steps: Int = Field(10, ge=1)
+    """Steps between two lines of metrics."""
+    max_skipped_steps: Int = Field(5, ge=1)
+    """Stop after this many steps in a row with a non-finite loss or gradient."""
+
+
+class CheckpointConfig(Section):
+    """Saving."""
+
+    every_steps: Int = Field(200, ge=1)
+    """Steps between two checkpoints; one more is written at the end."""
+    keep: Int = Field(3, ge=1)
+    """Newest checkpoints that are kept."""
+
+
+class EvaluationConfig(Section):
+    """The held-out measurement that the launcher runs before and after training."""
+
+    enabled: Bool = False
+    """Measure held-out accepted length with the real decoding loop at the end (first and last weights)."""
+    max_new_tokens: Int = Field(32, ge=1)
+    """Tokens decoded for each held-out prompt."""
+    batch_size: Int = Field(16, ge=1)
+    """Prompts decoded together."""
+
+
+class SupervisorConfig(Section):
+    """Starting, watching and restarting the processes."""
+
+    max_restarts: Int = Field(5, ge=0)
+    """Restarts of one process before the run is given up."""
+    backoff_s: Float = Field(1.0, ge=0)
+    """Wait before the first restart; doubles each time, up to 30 s."""
+    ready_timeout_s: Float = Field(600.0, gt=0)
+    """Longest start of one process."""
+    stop_timeout_s: Float = Field(10.0, gt=0)
+    """Longest graceful stop before a process is killed."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    pack: PackConfig = Field(default_factory=PackConfig)
+    ring: RingConfig = Field(default_factory=RingConfig)
+    drafter: DrafterConfig = Field(default_factory=DrafterConfig)
+    anchors: AnchorsConfig = Field(default_factory=AnchorsConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        """Refuse combinations that no target could make possible."""
+        drafter = self.drafter
+        if drafter.sliding_window < drafter.block_size:
+            raise ValueError(
+                f"drafter.sliding_window: expected at least drafter.block_size ({drafter.block_size}), "
+                f"got {drafter.sliding_window}; raise the window or lower the block size"
+            )
+        if drafter.layer_types is not None and len(drafter.layer_types) != drafter.num_layers:
+            raise ValueError(
+                f"drafter.layer_types: expected {drafter.num_layers} entries (drafter.num_layers), "
+                f"got {len(drafter.layer_types)}"
+            )
+        if self.loss.labels != "hard" and not self.target.final_hidden:
+            raise ValueError(
+                f"loss.labels: {self.loss.labels} needs target.final_hidden: true, got false; "
+                "switch it on, or use hard labels"
+            )
+        if self.ring.min_ready > self.ring.num_slots:
+            raise ValueError(
+                f"ring.min_ready: expected at most ring.num_slots ({self.ring.num_slots}), got {self.ring.min_ready}"
+            )
+        if self.drafter.block_size > self.pack.tokens:
+            raise ValueError(f"drafter.block_size: expected at most pack.tokens, got {self.drafter.block_size}")
+        return self
