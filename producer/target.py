@@ -1,0 +1,201 @@
+"""The frozen target: read its description, load it, and run its decoder trunk with taps.
+
+Knows nothing of packs or rings. Taps are the raw residual stream at the OUTPUT of a decoder layer (design/dflash of
+z-lab's numbering: id n = output of layer n, 0-based), taken by forward hooks, never from a hidden_states tuple, whose
+last entry most models normalise. The head is never run here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from configs.schema import DrafterConfig, TargetConfig
+
+
+class TargetError(Exception):
+    """The target and the configuration do not fit. Exit code 2."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """What the rest of the system needs to know of a target; read from its config, without its weights."""
+
+    path: str
+    name: str
+    architecture: str
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    rms_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The description as plain JSON data."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Spread taps over the target's depth: round(1 + i (N - 4) / (K - 1)), N // 2 for one tap (source: z-lab/dflash).
+
+    Raises TargetError where that gives duplicates or ids out of range.
+    """
+    if num_taps == 1:
+        return (num_layers // 2,)
+    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    if len(set(ids)) != num_taps or not all(0 <= number < num_layers for number in ids):
+        raise TargetError(
+            f"target.target_layer_ids: the default rule gives {list(ids)} for {num_layers} layers and "
+            f"{num_taps} taps; give {num_taps} distinct ids in 0..{num_layers - 1}, or fewer taps"
+        )
+    return ids
+
+
+def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: Any, on_gpu: bool) -> TargetDescription:
+    """Read the description of the target in `folder`. Raises TargetError."""
+    outer = transformers.AutoConfig.from_pretrained(folder)
+    text = outer.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    heads = int(text.num_attention_heads)
+    layer_ids = config.target_layer_ids or default_target_layer_ids(num_layers, config.num_taps)
+    if len(set(layer_ids)) != len(layer_ids) or not all(0 <= number < num_layers for number in layer_ids):
+        raise TargetError(
+            f"target.target_layer_ids: expected distinct ids in 0..{num_layers - 1} ({name} has {num_layers} layers), "
+            f"got {list(layer_ids)}"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    eos = text.eos_token_id if text.eos_token_id is not None else tokenizer.eos_token_id
+    return TargetDescription(
+        path=str(folder),
+        name=name,
+        architecture=(outer.architectures or [type(outer).__name__])[0],
+        hidden=int(text.hidden_size),
+        intermediate=int(text.intermediate_size),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        vocab_size=int(text.vocab_size),
+        rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0),
+        rms_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(text.max_position_embeddings),
+        tie_word_embeddings=bool(outer.tie_word_embeddings),
+        dtype=_dtype(config.dtype, outer, on_gpu),
+        target_layer_ids=tuple(layer_ids),
+        mask_token_id=choose_mask_token(config.mask_token_id, tokenizer, int(text.vocab_size)),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else ((eos,) if eos is not None else ()),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _dtype(wanted: str, outer: Any, on_gpu: bool) -> str:
+    if wanted != "auto":
+        return wanted
+    if not on_gpu:
+        return "float32"
+    return str(outer.dtype or torch.bfloat16).removeprefix("torch.")
+
+
+def choose_mask_token(explicit: int | None, tokenizer: Any, rows: int) -> int:
+    """Choose the mask token: given, else the tokenizer's mask, else a reserved row. Never pad, eos or bos.
+
+    `rows` is the number of embedding rows. That the data never uses it is checked when the data is read.
+    Raises TargetError.
+    """
+    taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    if explicit is not None:
+        if explicit >= rows:
+            raise TargetError(f"target.mask_token_id: expected below {rows} (embedding rows), got {explicit}")
+        if explicit in taken:
+            raise TargetError(f"target.mask_token_id: {explicit} is the tokenizer's pad, eos or bos; choose another row")
+        return explicit
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if mask is not None and mask < rows and mask not in taken:
+        return int(mask)
+    vocabulary = tokenizer.get_vocab()
+    for word in sorted(vocabulary, key=lambda word: vocabulary[word]):
+        if "reserved" in word.lower() and vocabulary[word] < rows and vocabulary[word] not in taken:
+            return int(vocabulary[word])
+    if max(vocabulary.values()) + 1 < rows:
+        return rows - 1
+    unused = [number for number in tokenizer.added_tokens_decoder if number < rows and number not in taken]
+    if unused:
+        return int(max(unused))
+    raise TargetError("target.mask_token_id: no reserved row found in the tokenizer; give a row that the data never uses")
+
+
+class Target:
+    """A loaded trunk with hooks on its taps. Frozen, in evaluation mode."""
+
+    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...], keep_final: bool) -> None:
+        self.trunk = find_trunk(model)
+        self.layers: nn.ModuleList = self.trunk.layers  # type: ignore[assignment]
+        if not keep_final:  # nothing after the deepest tap is needed
+            del self.layers[max(target_layer_ids) + 1 :]
+        self._ids = target_layer_ids
+        self._taken: dict[int, Tensor] = {}
+        for number in target_layer_ids:
+            self.layers[number].register_forward_hook(self._hook(number))
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Run right-padded rows [R, n] of token ids through the trunk.
+
+        Returns the taps in list order, each [R, n, H], and the last hidden state [R, n, H] after the final norm
+        (meaningful only if the trunk was kept whole). Padding stands right of each row's tokens, so plain causal
+        attention is exact without a mask, for softmax and for linear attention.
+        """
+        self._taken.clear()
+        output = self.trunk(input_ids=input_ids, use_cache=False)
+        if len(self._taken) != len(self._ids):
+            raise TargetError(f"taps: expected {len(self._ids)} captured, got {sorted(self._taken)}")
+        return [self._taken[number] for number in self._ids], output.last_hidden_state
+
+    def _hook(self, number: int) -> Any:
+        def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._taken[number] = output[0] if isinstance(output, tuple) else output
+
+        return take
+
+
+def load_target(description: TargetDescription, config: TargetConfig, device: torch.device) -> Target:
+    """Load the trunk of the target onto `device`; the head is not built."""
+    model = transformers.AutoModel.from_pretrained(
+        description.path, dtype=getattr(torch, description.dtype), attn_implementation=config.attention
+    )
+    model.to(device).eval().requires_grad_(False)
+    return Target(model, description.target_layer_ids, keep_final=config.final_hidden)
+
+
+def find_trunk(model: nn.Module) -> nn.Module:
+    """Find the text decoder: the module with `layers` and `embed_tokens`, behind any multimodal or head wrapper."""
+    for name in ("", "model", "language_model", "model.language_model", "text_model", "model.text_model", "model.model"):
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
+            return module
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    raise TargetError(f"target: no decoder with layers and embed_tokens in {type(model).__name__}; lists found: {lists}")
