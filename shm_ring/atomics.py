@@ -1,10 +1,11 @@
 """Atomic loads, stores and compare-and-swap on shared memory, and the futex doorbell.
 
-libatomic is reached through ctypes.PyDLL: the same symbols on x86-64 and aarch64, real acquire and release order, and no
-GIL hand-over (a call costs about half a microsecond; a slot takes hundreds). numpy and struct promise no order at all,
-which is harmless on x86-64 and wrong on aarch64.
-A doorbell is a 32-bit counter. FUTEX_WAKE_OP adds one to it inside the kernel and wakes the waiters, so that any number of
-processes may ring it; the waiter reads the bell, looks at the slots, and sleeps only if the bell still has that value.
+libatomic is reached through ctypes.PyDLL: the same symbols on x86-64 and aarch64, real acquire and release order, and
+no GIL hand-over (a call costs about half a microsecond; a slot takes hundreds). numpy and struct promise no order at
+all, which is harmless on x86-64 and wrong on aarch64.
+A doorbell is a 32-bit counter. FUTEX_WAKE_OP adds one to it inside the kernel and wakes the waiters, so that any number
+of processes may ring it; the waiter reads the bell, looks at the slots, and sleeps only if the bell still has that
+value.
 """
 
 from __future__ import annotations

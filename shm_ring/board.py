@@ -1,4 +1,4 @@
-"""The board: one page per run with what all its processes share: the run id, the rings' names, stop and pause, one bell.
+"""The board: one page per run with what its processes share: run id, names of the rings, stop and pause, one bell.
 
 The flags are requests; each process looks at them where it waits. The page outlives its creator like a ring does.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from types import TracebackType
 
 from shm_ring import atomics, layout, segment
-from shm_ring.errors import RingLive, RingUsage
+from shm_ring.errors import RingUsage
 from shm_ring.layout import SegmentHeader
 from shm_ring.names import board_name, ring_name
 from shm_ring.segment import Segment
-from shm_ring.shared_memory import take_all_and_unlink
 from shm_ring.spec import SlotSpec, check_equal
 
 
@@ -31,8 +30,8 @@ class Board:
             raise RingUsage(f"a run id has 16 bytes and a run at least one ring, got {len(run_id)} and {num_rings}")
         header = SegmentHeader(
             magic=layout.MAGIC_BOARD, version=0, data_offset=0, segment_bytes=layout.BOARD_BYTES, num_slots=num_rings,
-            max_consumers=layout.MAX_CONSUMERS, stride_bytes=0, capacity_bytes=0, digest=b"", run_id=run_id, created_ns=0,
-            creator_pid=0, ring_index=0,
+            max_consumers=layout.MAX_CONSUMERS, stride_bytes=0, capacity_bytes=0, digest=b"", run_id=run_id,
+            created_ns=0, creator_pid=0, ring_index=0,
         )  # fmt: skip
         return cls(run, segment.create(board_name(run), header, spec))
 
@@ -92,9 +91,7 @@ class Board:
 
     def unlink(self) -> None:
         """Remove the name; raises RingLive if another process supervises the run."""
-        self.segment.drop_creator()
-        if not take_all_and_unlink(self.segment.fd, self.name):
-            raise RingLive(f"board {self.name!r} is in use ({segment.lock_holders(self.segment.fd)}); it stays")
+        segment.remove(self.segment)
 
     def close(self) -> None:
         """Unmap the page; the name stays."""

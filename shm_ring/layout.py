@@ -58,7 +58,7 @@ MAX_SCHEMA_BYTES = DATA_OFFSET - OFFSET_SCHEMA - 4
 RECORD_BYTES = 64
 SLOT_HEADER_BYTES = 128
 
-# Record fields, in bytes from the start of the record. u32: pid, flags, and of consumers attaches and rejected; u64: rest.
+# Record fields, in bytes from the start of the record. u32: pid, flags, of consumers attaches and rejected; u64: rest.
 RECORD_PID, RECORD_FLAGS, RECORD_START, RECORD_HEARTBEAT = 0, 4, 8, 16
 PRODUCER_ATTACHES, PRODUCER_BLOCKED_NS, PRODUCER_BYTES, PRODUCER_PUBLISHED = 24, 32, 40, 48
 CONSUMER_ATTACHES, CONSUMER_REJECTED, CONSUMER_TAKEN, CONSUMER_RELEASED = 24, 28, 32, 40

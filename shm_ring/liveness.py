@@ -1,8 +1,8 @@
 """Who lives: OFD record locks on the segment, and what /proc says about a pid.
 
-The kernel drops an OFD lock when the last descriptor of that open file is closed, so a lock tells life from death without
-clocks, heartbeats or pid files, and survives SIGSTOP. The pid in a record is for messages only, with its start time so
-that a reused pid is not mistaken for its former owner.
+The kernel drops an OFD lock when the last descriptor of that open file is closed, so a lock tells life from death
+without clocks, heartbeats or pid files, and survives SIGSTOP. The pid in a record is for messages only, with its start
+time so that a reused pid is not mistaken for its former owner.
 Each role has its own open file: Python's mmap keeps a duplicate of the descriptor it was given, and a lock on that file
 would outlive its owner in every forked child.
 """

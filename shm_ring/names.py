@@ -43,7 +43,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(full) or full in ("/.", "/.."):
         shown = name if len(name) <= 80 else f"{name[:80]}... ({len(name)} characters)"
         raise RingName(
-            f"segment name {shown!r} is not allowed: a slash, then 1 to {MAX_NAME_CHARS} characters of A-Z a-z 0-9 _ . -"
+            f"segment name {shown!r} is not allowed: a slash and 1 to {MAX_NAME_CHARS} characters of A-Z a-z 0-9 _ . -"
         )
     return full
 

@@ -1,7 +1,7 @@
 """A consumer's end of several rings: take a READY slot, use it, release it.
 
-A slot word changes hands by one compare-and-swap (sync point A) and comes back by one store (sync point B). HELD stays with
-its consumer across its death: the next life under the same id gets those slots first and decides by its journal.
+A slot word changes hands by one compare-and-swap (sync point A) and comes back by one store (sync point B). HELD stays
+with its consumer across its death: the next life under the same id gets those slots first and decides by its journal.
 Knows nothing of what is in a slot.
 """
 
@@ -120,7 +120,7 @@ class Reader:
         """Return a slot, HELD by this consumer until `release` or `reject`; None only at the end of the data.
 
         The end: every producer has finished and no slot is READY (slots that other consumers hold are theirs). Waits up
-        to `timeout_s`. Raises RingEmpty that names the producers' conditions, RingStopped if `stop` or the board says so.
+        to `timeout_s`. Raises RingEmpty that names the producers' conditions, RingStopped if `stop` or the board says.
         """
         for lock in self._locks:
             lock.check()

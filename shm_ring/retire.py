@@ -1,4 +1,4 @@
-"""Retiring a consumer that will never come back: its slots are freed or given to the others, by what it had committed."""
+"""Retiring a consumer that never comes back: its slots are freed or given to the others, by what it had committed."""
 
 from __future__ import annotations
 

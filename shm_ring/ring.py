@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shm_ring import layout, segment, shared_memory
-from shm_ring.errors import RingError, RingLive, RingUsage
+from shm_ring.errors import RingError, RingUsage
 from shm_ring.layout import SegmentHeader, SlotHeader
 from shm_ring.names import OURS, PREFIX, check_name, find_segments, segments_of_run
 from shm_ring.retire import retire_consumer
@@ -45,8 +45,8 @@ class Ring:
         stride = layout.slot_stride(spec.slot_bytes)
         header = SegmentHeader(
             magic=layout.MAGIC_RING, version=0, data_offset=0, segment_bytes=layout.DATA_OFFSET + num_slots * stride,
-            num_slots=num_slots, max_consumers=layout.MAX_CONSUMERS, stride_bytes=stride, capacity_bytes=spec.slot_bytes,
-            digest=b"", run_id=run_id, created_ns=0, creator_pid=0, ring_index=ring_index,
+            num_slots=num_slots, max_consumers=layout.MAX_CONSUMERS, stride_bytes=stride, digest=b"",
+            capacity_bytes=spec.slot_bytes, run_id=run_id, created_ns=0, creator_pid=0, ring_index=ring_index,
         )  # fmt: skip
         return cls(segment.create(name, header, spec))
 
@@ -126,9 +126,7 @@ class Ring:
 
     def unlink(self) -> None:
         """Remove the name, once no producer, consumer or other creator is attached; raises RingLive otherwise."""
-        self.segment.drop_creator()
-        if not shared_memory.take_all_and_unlink(self.segment.fd, self.name):
-            raise RingLive(f"ring {self.name!r} is in use ({segment.lock_holders(self.segment.fd)}); it stays")
+        segment.remove(self.segment)
 
     def close(self) -> None:
         """Unmap; the name and its contents stay. Arrays still in use keep the memory until they go."""

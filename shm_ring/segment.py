@@ -193,6 +193,17 @@ def adopt(segment: Segment) -> None:
     segment.creator = lock
 
 
+def remove(segment: Segment) -> None:
+    """Remove the name once nobody else is attached; raises RingLive otherwise, and keeps the creator's lock then."""
+    was_creator = segment.creator is not None
+    segment.drop_creator()
+    if not shared_memory.take_all_and_unlink(segment.fd, segment.name):
+        holders = lock_holders(segment.fd)
+        if was_creator:
+            adopt(segment)
+        raise RingLive(f"segment {segment.name!r} is in use ({holders}); it stays")
+
+
 def _wait_for_magic(fd: int, name: str, wait_s: float) -> bytes:
     begun = time.monotonic()
     while True:
@@ -226,12 +237,11 @@ def _checked_header(fd: int, name: str, raw: bytes, magic: int) -> SegmentHeader
         "header crc": header.crc == struct.unpack_from("<I", header.pack(), layout.OFFSET_CRC)[0],
         "reserved bytes": not any(raw[layout.OFFSET_CRC + 4 :]),
         "data offset": header.data_offset == layout.DATA_OFFSET,
-        "number of slots": header.num_slots <= layout.MAX_SLOTS,
+        "number of slots": 1 <= header.num_slots <= layout.MAX_SLOTS,
         "maximum of consumers": header.max_consumers == layout.MAX_CONSUMERS,
         "slot stride": header.stride_bytes % layout.ALIGN_SLOT_BYTES == 0
         and header.capacity_bytes <= header.stride_bytes,
-        "segment bytes": header.segment_bytes == info.st_size
-        and header.segment_bytes in (expected, layout.BOARD_BYTES),
+        "segment bytes": header.segment_bytes == info.st_size and header.segment_bytes == expected,
         "allocated pages (the file has holes)": info.st_blocks * 512 >= header.segment_bytes,
     }
     wrong = [what for what, good in checks.items() if not good]

@@ -1,8 +1,8 @@
 """POSIX shared memory with every refusal spelt out: room, names, owners, left-overs.
 
 posix_ipc rather than multiprocessing.shared_memory: the latter's resource tracker unlinks a segment when any attached
-process of 3.11 exits. Room is taken with posix_fallocate, because ftruncate on a full tmpfs succeeds and the first write
-then dies of SIGBUS.
+process of 3.11 exits. Room is taken with posix_fallocate, because ftruncate on a full tmpfs succeeds and the first
+write then dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Existing(Exception):
 
 
 def create_exclusive(name: str) -> int:
-    """Create an empty segment of mode 0600 and return its descriptor; raises Existing, RingPermission, NoSharedMemory."""
+    """Create an empty segment of mode 0600 and return its descriptor; raises Existing or a refusal."""
     try:
         made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
     except posix_ipc.ExistentialError:
@@ -98,7 +98,7 @@ def _check_room(name: str, num_bytes: int) -> None:
     if left is not None and num_bytes > left:
         raise NoSharedMemory(
             f"ring {name!r} needs {_gb(num_bytes)} and the container's memory limit leaves {_gb(left)} "
-            "(pages of /dev/shm count against it; beyond it the kernel kills). Raise the limit or lower the number of slots"
+            "(pages of /dev/shm count against it; beyond it the kernel kills). Raise the limit or use fewer slots"
         )
     available = memory_available_bytes()
     if available is not None and num_bytes > available:
@@ -135,7 +135,7 @@ def memory_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def container_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Bytes left under the container's memory limit (cgroup 2, then 1), file cache not counted; None without a limit."""
+    """Bytes left under the container's memory limit (cgroup 2, then 1) without file cache; None without a limit."""
     for limit_name, stat_name, used_keys in (
         ("memory.max", "memory.stat", ("anon", "shmem")),
         ("memory/memory.limit_in_bytes", "memory/memory.stat", ("total_rss", "total_shmem")),
@@ -157,7 +157,8 @@ def take_all_and_unlink(fd: int, name: str) -> bool:
     try:
         if not lock.take(0, 256):
             return False
-        unlink(name)
+        if os.fstat(fd).st_nlink:  # the name may be another's by now
+            unlink(name)
         return True
     finally:
         lock.close()

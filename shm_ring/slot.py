@@ -36,8 +36,8 @@ class WriteSlot(Slot):
     def write(self, name: str, values: npt.ArrayLike) -> None:
         """Copy `values` to the start of field `name`, along its first dimension; the rest of the field stays as it is.
 
-        Raises RingOversize, before a byte is written, if the values are larger than the field; RingUsage for a dtype that
-        would not go in bit for bit.
+        Raises RingOversize, before a byte is written, if the values are larger than the field; RingUsage for a dtype
+        that would not go in bit for bit.
         """
         target, source = self.array(name), np.asarray(values)
         if source.dtype != target.dtype:

@@ -1,7 +1,7 @@
 """What is going on in a ring, for the dashboard and for messages. Only reads; works on a read-only mapping.
 
-Costs about 50 us for 16 slots and 2 consumers. The words are read one after the other, so under load the picture may mix
-two neighbouring moments; each slot is in exactly one state, and free + ready + held is always the number of slots.
+Costs about 50 us for 16 slots and 2 consumers. The words are read one after the other, so under load the picture may
+mix two neighbouring moments; each slot is in exactly one state, and free + ready + held is always the number of slots.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def producer_state(segment: Segment, now_ns: int) -> ProcessState:
     pid, start = segment.u32[record >> 2], u64[(record + layout.RECORD_START) >> 3]
     alive = liveness.is_locked(segment.fd, layout.LOCK_PRODUCER)
     return ProcessState(
-        role="producer", consumer_id=None, pid=pid or None, alive=alive, stopped=alive and liveness.is_stopped(pid, start),
-        heartbeat_age_s=_age_s(segment, record, now_ns), attaches=u64[(record + layout.PRODUCER_ATTACHES) >> 3],
+        role="producer", consumer_id=None, pid=pid or None, alive=alive,
+        stopped=alive and liveness.is_stopped(pid, start), heartbeat_age_s=_age_s(segment, record, now_ns),
+        attaches=u64[(record + layout.PRODUCER_ATTACHES) >> 3],
         waited_s=u64[(record + layout.PRODUCER_BLOCKED_NS) >> 3] / 1e9,
         last_seq=u64[(record + layout.PRODUCER_PUBLISHED) >> 3],
     )  # fmt: skip
@@ -147,7 +148,8 @@ def take_snapshot(segment: Segment) -> Snapshot:
         slot_bytes=segment.spec.slot_bytes, slots=slots, free=counts[STATE_NAMES[FREE]], ready=ready, held=held,
         published=published, released=max(0, published - ready - held), rejected=sum(c.rejected for c in consumers),
         published_bytes=published * segment.spec.slot_bytes, end_of_data=bool(flags & layout.FLAG_END_OF_DATA),
-        blocked_s=producer.waited_s, starved_s=sum(c.waited_s for c in consumers), producer=producer, consumers=consumers,
+        blocked_s=producer.waited_s, starved_s=sum(c.waited_s for c in consumers), producer=producer,
+        consumers=consumers,
     )  # fmt: skip
 
 

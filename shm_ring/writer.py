@@ -34,7 +34,7 @@ class Writer:
     """The only producer of a ring, for as long as it is open. A context manager."""
 
     def __init__(self, segment: Segment, board: Board | None = None) -> None:
-        """Take the producer's role; raises RingOwned, and RingTimeout while a killed producer has not left the system."""
+        """Take the producer's role; raises RingOwned, and RingTimeout while a killed producer lingers."""
         self._segment = segment
         self._bells = [segment.address + layout.OFFSET_READY_BELL] + ([board.bell_address] if board else [])
         self._free_bell = segment.address + layout.OFFSET_FREE_BELL
@@ -76,7 +76,7 @@ class Writer:
         u64[(at + layout.PRODUCER_ATTACHES) >> 3] = self._attaches
 
     def _wait_for_old_producer(self) -> None:
-        """Wait until a killed producer has left the system: its last copy from the GPU may land after its lock is gone."""
+        """Wait until a killed producer has left the system: its last GPU copy may land after its lock is gone."""
         segment, at = self._segment, layout.OFFSET_PRODUCER
         pid = segment.u32[(at + layout.RECORD_PID) >> 2]
         start = segment.u64[(at + layout.RECORD_START) >> 3]
@@ -84,8 +84,8 @@ class Writer:
         while pid != os.getpid() and liveness.is_running(pid, start):
             if time.monotonic() > end:
                 raise RingTimeout(
-                    f"the old producer of ring {segment.name!r} (pid {pid}) gave up its lock {OLD_PRODUCER_WAIT_S:g} s ago "
-                    "and has not exited; end it, then start again"
+                    f"the old producer of ring {segment.name!r} (pid {pid}) lost its lock {OLD_PRODUCER_WAIT_S:g} s "
+                    "ago and has not exited; end it, then start again"
                 )
             time.sleep(0.01)
 
@@ -153,7 +153,7 @@ class Writer:
         checksum: int = 0,
         cursor: bytes = b"",
     ) -> int:
-        """Make the oldest acquired slot READY and return its seq. Its payload must be complete (GPU copies synchronised).
+        """Make the oldest acquired slot READY and return its seq. Its payload must be complete (GPU copies done).
 
         `cursor` (at most 48 bytes) is handed to the next producer if this one dies right after. Raises RingUsage for
         another slot than the oldest acquired one, RingOversize for a cursor or number that does not fit.
