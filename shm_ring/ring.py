@@ -14,7 +14,7 @@ from shm_ring.layout import SegmentHeader, SlotHeader
 from shm_ring.names import OURS, PREFIX, check_name, find_segments, segments_of_run
 from shm_ring.retire import retire_consumer
 from shm_ring.segment import Segment
-from shm_ring.snapshot import Snapshot, take_snapshot
+from shm_ring.snapshot import Snapshot, take_pack_ids, take_snapshot
 from shm_ring.spec import SlotSpec, check_equal
 from shm_ring.writer import Writer
 
@@ -117,6 +117,10 @@ class Ring:
     def snapshot(self) -> Snapshot:
         """Return what is going on; only reads."""
         return take_snapshot(self.segment)
+
+    def pack_ids(self) -> frozenset[int]:
+        """Return the packs that are READY or HELD now; only reads. A slot that changes hands meanwhile counts as seen."""
+        return take_pack_ids(self.segment)
 
     def retire(
         self, consumer_id: int, is_committed: Callable[[SlotHeader], bool]

@@ -133,6 +133,22 @@ def read_slots(segment: Segment) -> tuple[SlotState, ...]:
     return tuple(slots)
 
 
+def take_pack_ids(segment: Segment) -> frozenset[int]:
+    """Return the pack ids in the READY and HELD slots; a header rewritten during the read is read again."""
+    found = set()
+    for index in range(segment.num_slots):
+        address = segment.words_address + 8 * index
+        value = atomics.load_u64(address)
+        while layout.word_state(value) != FREE:
+            pack_id = layout.unpack_slot_header(segment.buffer, index).pack_id
+            again = atomics.load_u64(address)
+            if layout.word_seq(again) == layout.word_seq(value):
+                found.add(pack_id)
+                break
+            value = again
+    return frozenset(found)
+
+
 def take_snapshot(segment: Segment) -> Snapshot:
     """Return the state of a ring; see Snapshot."""
     now_ns = liveness.boot_ns()

@@ -218,6 +218,11 @@ class Writer:
         for bell in self._bells:
             atomics.ring_bell(bell)
 
+    def reopen(self) -> None:
+        """Take `finish` back: more packs will come. Readers wait again."""
+        self._lock.check()
+        atomics.store_u32(self._segment.address + _FLAGS, 0)
+
     def close(self) -> None:
         """Give up the role. Acquired, unpublished slots are forgotten."""
         if self._lock.is_open and self._segment.fd >= 0:
