@@ -1,0 +1,88 @@
+"""What a process says about itself: one line of metrics per interval, one line of log per event.
+
+metrics.jsonl is shared by every process of a run: each line is one O_APPEND write, so lines never mix, and a reader may
+follow the file at any time. The file is the telemetry; whatever else shows it (dashboard, TensorBoard) reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ops.paths import label
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The metrics of one process: appends to the run's metrics.jsonl."""
+
+    def __init__(self, run_dir: Path | str, role: str, rank: int) -> None:
+        self._role = role
+        self._rank = rank
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # a line torn by a full disk must not swallow the next one
+
+    def write(self, step: int, **values: Any) -> None:
+        """Append one line: time, role, rank, step, then `values` in order; a number that is not finite is null."""
+        record = {"time": round(time.time(), 3), "role": self._role, "rank": self._rank, "step": step}
+        record |= {key: plain(value) for key, value in values.items()}
+        os.write(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Log:
+    """Event lines of one process on its standard output: `time role | event | key=value ...`, whole and at once."""
+
+    def __init__(self, role: str, rank: int | None = None) -> None:
+        self._name = label(role, rank)
+
+    def __call__(self, event: str, **values: Any) -> None:
+        """Write one line; values keep their order, units belong in the keys."""
+        fields = " ".join(f"{key}={_shown(value)}" for key, value in values.items())
+        stamp = time.strftime("%H:%M:%S")
+        sys.stdout.write(f"{stamp} {self._name} | {event}{' | ' if fields else ''}{fields}\n")
+        sys.stdout.flush()
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into JSON's types: numbers of numpy and torch by item(), six digits, null where not finite."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if not isinstance(value, (bool, int, float, str, type(None))):
+        if not hasattr(value, "item"):
+            return str(value)
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _shown(value: Any) -> str:
+    value = plain(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False) if any(c.isspace() or c in '"=' for c in value) else value
+    return json.dumps(value, ensure_ascii=False)

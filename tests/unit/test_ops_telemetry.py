@@ -1,0 +1,65 @@
+"""Metrics are whole lines whatever happens to their writers; log lines read as role, event, key=value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ops.telemetry import METRICS_FILE, Log, Metrics
+
+
+def _lines(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+
+
+def test_a_line_begins_with_time_role_rank_and_step(tmp_path: Path) -> None:
+    with Metrics(tmp_path, "drafter", 1) as metrics:
+        metrics.write(step=3, loss=1.5, accuracy=[0.25, 0.5])
+    (line,) = _lines(tmp_path)
+    assert list(line) == ["time", "role", "rank", "step", "loss", "accuracy"]
+    assert line["role"] == "drafter"
+    assert line["rank"] == 1
+    assert line["accuracy"] == [0.25, 0.5]
+
+
+def test_numbers_that_json_does_not_know_become_null_and_scalars_become_numbers(tmp_path: Path) -> None:
+    with Metrics(tmp_path, "drafter", 0) as metrics:
+        metrics.write(step=1, loss=float("nan"), accuracy=[float("inf")], lr=np.float32(0.5), pack_id=np.int64(9))
+    (line,) = _lines(tmp_path)
+    assert (line["loss"], line["accuracy"], line["lr"], line["pack_id"]) == (None, [None], 0.5, 9)
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"time": 1, "ro')
+    with Metrics(tmp_path, "target", 0) as metrics:
+        metrics.write(step=1)
+    assert json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[-1])["step"] == 1
+
+
+def test_lines_of_three_processes_never_mix(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ops.telemetry import Metrics\n"
+        f"with Metrics({str(tmp_path)!r}, 'target', int(sys.argv[1])) as m:\n"
+        "    for step in range(1000): m.write(step=step, text='x' * 200)\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(rank)]) for rank in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    lines = _lines(tmp_path)
+    for rank in range(3):
+        assert [line["step"] for line in lines if line["rank"] == rank] == list(range(1000))
+
+
+def test_a_log_line_is_role_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    Log("drafter", 0)("checkpoint saved", step=5, seconds=0.25, path="a b")
+    out = capsys.readouterr().out
+    assert out.partition(" ")[2] == 'drafter0 | checkpoint saved | step=5 seconds=0.25 path="a b"\n'
+
+
+def test_a_newline_in_a_value_stays_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Log("launcher")("stop", why="one\ntwo")
+    assert capsys.readouterr().out.count("\n") == 1
