@@ -20,8 +20,14 @@ class Board:
 
     def __init__(self, run: str, page: Segment) -> None:
         """Wrap a mapped page."""
-        self.run, self.segment = run, page
+        self.run, self._page = run, page
         self.bell_address = page.address + layout.BOARD_BELL
+
+    @property
+    def segment(self) -> Segment:
+        """The mapping; raises RingUsage once the board is closed."""
+        self._page.check_open()
+        return self._page
 
     @classmethod
     def create(cls, run: str, spec: SlotSpec, num_rings: int, run_id: bytes) -> Board:
@@ -46,22 +52,22 @@ class Board:
     @property
     def name(self) -> str:
         """Segment name."""
-        return self.segment.name
+        return self._page.name
 
     @property
     def spec(self) -> SlotSpec:
         """What a slot of the run's rings holds."""
-        return self.segment.spec
+        return self._page.spec
 
     @property
     def run_id(self) -> bytes:
         """16 bytes that tell this run from others of the same name."""
-        return self.segment.header.run_id
+        return self._page.header.run_id
 
     @property
     def ring_names(self) -> list[str]:
         """Names of the run's rings."""
-        return [ring_name(self.run, k) for k in range(self.segment.header.num_slots)]
+        return [ring_name(self.run, k) for k in range(self._page.header.num_slots)]
 
     @property
     def stopped(self) -> bool:
@@ -95,7 +101,7 @@ class Board:
 
     def close(self) -> None:
         """Unmap the page; the name stays."""
-        self.segment.close()
+        self._page.close()
 
     def __enter__(self) -> Board:
         """Return the open board."""

@@ -84,6 +84,7 @@ class Reader:
     # -- attaching --------------------------------------------------------------------------------------------------
 
     def _attach(self, segment: Segment) -> None:
+        segment.enter()
         lock = liveness.RoleLock(segment.fd)
         self._locks.append(lock)
         if not lock.take(layout.LOCK_CONSUMER_0 + self.consumer_id):
@@ -263,6 +264,7 @@ class Reader:
 
     def heartbeat(self) -> None:
         """Tell the dashboard that this consumer is at work (display only)."""
+        self._locks[0].check()
         now_ns = liveness.boot_ns()
         for segment in self._segments:
             segment.u64[(self._record + layout.RECORD_HEARTBEAT) >> 3] = now_ns
@@ -270,13 +272,15 @@ class Reader:
     def close(self) -> None:
         """Give up the role. Slots still held stay HELD for the next life of this consumer id."""
         for lock, segment in zip(self._locks, self._segments, strict=False):
-            if lock.is_open and segment.fd >= 0:
+            if lock.is_open:
                 segment.u32[(self._record + layout.RECORD_PID) >> 2] = 0
         self._close_locks()
 
     def _close_locks(self) -> None:
-        for lock in self._locks:
-            lock.close()
+        for lock, segment in zip(self._locks, self._segments, strict=False):
+            if lock.is_open:
+                lock.close()
+                segment.leave()
 
     def __enter__(self) -> Reader:
         """Return the open reader."""

@@ -13,7 +13,7 @@ from shm_ring.errors import RingError, RingUsage
 from shm_ring.layout import SegmentHeader, SlotHeader
 from shm_ring.names import OURS, PREFIX, check_name, find_segments, segments_of_run
 from shm_ring.retire import retire_consumer
-from shm_ring.segment import Segment
+from shm_ring.segment import MAGIC_WAIT_S, Segment
 from shm_ring.snapshot import Snapshot, take_pack_ids, take_snapshot
 from shm_ring.spec import SlotSpec, check_equal
 from shm_ring.writer import Writer
@@ -27,7 +27,13 @@ class Ring:
 
     def __init__(self, mapped: Segment) -> None:
         """Wrap a mapped segment."""
-        self.segment = mapped
+        self._mapped = mapped
+
+    @property
+    def segment(self) -> Segment:
+        """The mapping; raises RingUsage once the ring is closed."""
+        self._mapped.check_open()
+        return self._mapped
 
     @classmethod
     def create(
@@ -52,7 +58,7 @@ class Ring:
 
     @classmethod
     def open(
-        cls, name: str, spec: SlotSpec | None = None, readonly: bool = False, wait_s: float = segment.MAGIC_WAIT_S
+        cls, name: str, spec: SlotSpec | None = None, readonly: bool = False, wait_s: float = MAGIC_WAIT_S
     ) -> Ring:
         """Attach to a ring, waiting up to `wait_s` for its creator to finish, and check everything in it.
 
@@ -83,32 +89,32 @@ class Ring:
     @property
     def name(self) -> str:
         """Segment name."""
-        return self.segment.name
+        return self._mapped.name
 
     @property
     def spec(self) -> SlotSpec:
         """What a slot holds."""
-        return self.segment.spec
+        return self._mapped.spec
 
     @property
     def num_slots(self) -> int:
         """Slots of this ring."""
-        return self.segment.num_slots
+        return self._mapped.num_slots
 
     @property
     def ring_index(self) -> int:
         """Index of this ring in its run."""
-        return self.segment.header.ring_index
+        return self._mapped.header.ring_index
 
     @property
     def run_id(self) -> bytes:
         """The 16 bytes that the creator gave."""
-        return self.segment.header.run_id
+        return self._mapped.header.run_id
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole segment."""
-        return self.segment.header.segment_bytes
+        return self._mapped.header.segment_bytes
 
     def writer(self, board: Board | None = None) -> Writer:
         """Become the ring's producer; with a board, its bell is rung too. Raises RingOwned."""
@@ -119,7 +125,7 @@ class Ring:
         return take_snapshot(self.segment)
 
     def pack_ids(self) -> frozenset[int]:
-        """Return the packs that are READY or HELD now; only reads. A slot that changes hands meanwhile counts as seen."""
+        """Return the packs that are READY or HELD now; only reads. A slot that changes hands meanwhile counts."""
         return take_pack_ids(self.segment)
 
     def retire(
@@ -134,7 +140,7 @@ class Ring:
 
     def close(self) -> None:
         """Unmap; the name and its contents stay. Arrays still in use keep the memory until they go."""
-        self.segment.close()
+        self._mapped.close()
 
     def __enter__(self) -> Ring:
         """Return the open ring."""

@@ -15,9 +15,10 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from shm_ring import atomics, kill_points, layout, liveness, shared_memory
-from shm_ring.errors import RingCorrupt, RingLive, RingMissing, RingPermission, RingStale, RingVersion
+from shm_ring.errors import RingCorrupt, RingLive, RingMissing, RingPermission, RingStale, RingUsage, RingVersion
 from shm_ring.layout import SegmentHeader
 from shm_ring.names import check_name
 from shm_ring.spec import SlotSpec
@@ -36,7 +37,9 @@ class Segment:
         access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
         self.mapping = mmap.mmap(fd, header.segment_bytes, access=access)
         self.buffer = memoryview(self.mapping)
-        self.address: int = np.frombuffer(self.mapping, np.uint8, 1).__array_interface__["data"][0]
+        # Arrays hold `base`, and `base` holds the mapping: it cannot go while any view of a slot is alive.
+        self.base: npt.NDArray[np.uint8] | None = np.frombuffer(self.mapping, np.uint8)
+        self.address: int = self.base.__array_interface__["data"][0]
         self.u32 = self.buffer[: layout.DATA_OFFSET].cast("I")
         self.u64 = self.buffer[: layout.DATA_OFFSET].cast("Q")
         words_end = layout.OFFSET_WORDS + 8 * header.num_slots
@@ -44,6 +47,8 @@ class Segment:
         self.words_address = self.address + layout.OFFSET_WORDS
         self.num_slots = header.num_slots
         self.creator: liveness.RoleLock | None = None
+        self._num_ends = 0  # open writers and readers; the mapping stays as long as they do
+        self._closing = False
 
     def payload_offset(self, slot_index: int) -> int:
         """Offset of a slot's payload in the segment."""
@@ -59,17 +64,37 @@ class Segment:
             self.creator.close()
             self.creator = None
 
+    def check_open(self) -> None:
+        """Raise RingUsage after `close`."""
+        if self._closing:
+            raise RingUsage(f"segment {self.name!r} is closed in this process; open it again")
+
+    def enter(self) -> None:
+        """Count a writer or reader in."""
+        self.check_open()
+        self._num_ends += 1
+
+    def leave(self) -> None:
+        """Count a writer or reader out; the last one after `close` unmaps."""
+        self._num_ends -= 1
+        if self._closing and self._num_ends == 0:
+            self._unmap()
+
     def close(self) -> None:
-        """Unmap and give back every lock. Arrays still in use keep the mapping until they go."""
+        """Give back the creator's lock and unmap, once every end is closed and every array of a slot is gone."""
         self.drop_creator()
-        if self.fd < 0:
-            return
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+        if not self._closing:
+            self._closing = True
+            if self._num_ends == 0:
+                self._unmap()
+
+    def _unmap(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
         for view in (self.words, self.u64, self.u32, self.buffer):
-            with contextlib.suppress(BufferError):  # a numpy view of a slot is alive; the mapping goes with it
-                view.release()
-        with contextlib.suppress(BufferError):
+            view.release()
+        self.base = None
+        with contextlib.suppress(BufferError):  # an array of a slot is alive; the mapping goes with it
             self.mapping.close()
 
 

@@ -112,9 +112,10 @@ def _gb(num_bytes: int) -> str:
 
 
 def _room_message(name: str, num_bytes: int, found: str) -> str:
+    wanted = f"{max(1, round(num_bytes * 1.25 / 1e9))}g"
     return (
-        f"ring {name!r} needs {_gb(num_bytes)} in {SHM_DIR}, {found} (64 MB is Docker's default). Use --shm-size="
-        f"{max(1, round(num_bytes * 1.25 / 1e9))}g or --ipc=host; Kubernetes: emptyDir {{medium: Memory}} on {SHM_DIR}; "
+        f"ring {name!r} needs {_gb(num_bytes)} in {SHM_DIR}, {found} (64 MB is Docker's default). "
+        f"Use --shm-size={wanted} or --ipc=host; Kubernetes: emptyDir {{medium: Memory}} on {SHM_DIR}; "
         "or lower the number of slots or the tokens of a slot"
     )
 

@@ -25,7 +25,10 @@ class Slot:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return field `name` as a numpy view; bfloat16 and float8 as raw uint16 and uint8. No copy."""
-        return self.segment.spec.view(name, self.segment.buffer, self._offset)
+        base = self.segment.base
+        if base is None:
+            raise RingUsage(f"ring {self.segment.name!r} is closed in this process; slot {self.index} is out of reach")
+        return self.segment.spec.view(name, base, self._offset)
 
 
 class WriteSlot(Slot):

@@ -105,10 +105,11 @@ class SlotSpec:
         except KeyError:
             raise RingUsage(f"the slot has no field {name!r}; it has {', '.join(self._by_name)}") from None
 
-    def view(self, name: str, buffer: memoryview, slot_offset: int) -> npt.NDArray[Any]:
-        """Return the numpy view of field `name` in the slot that starts at `slot_offset` of `buffer`; no copy."""
+    def view(self, name: str, base: npt.NDArray[np.uint8], slot_offset: int) -> npt.NDArray[Any]:
+        """Return the numpy view of field `name` in the slot that starts at `slot_offset` of `base`; no copy."""
         f = self.field_named(name)
-        return np.ndarray(f.shape, f.numpy_dtype, buffer, slot_offset + self.offsets[name])
+        at = slot_offset + self.offsets[name]
+        return base[at : at + f.num_bytes].view(f.numpy_dtype).reshape(f.shape)
 
     def to_json(self) -> str:
         """Return the canonical JSON text: sorted keys, no spaces. Its sha256 is the schema digest."""

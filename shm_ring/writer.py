@@ -44,11 +44,13 @@ class Writer:
         self._blocked_ns = 0
         self.last_seq = 0
         self.cursor = b""
+        segment.enter()
         self._lock = liveness.RoleLock(segment.fd)
         try:
             self._attach()
         except BaseException:
             self._lock.close()
+            segment.leave()
             raise
 
     def _attach(self) -> None:
@@ -206,6 +208,7 @@ class Writer:
 
     def heartbeat(self) -> None:
         """Tell the dashboard that this producer is at work (display only)."""
+        self._lock.check()
         self._segment.u64[_HEARTBEAT] = liveness.boot_ns()
 
     def finish(self) -> None:
@@ -225,9 +228,10 @@ class Writer:
 
     def close(self) -> None:
         """Give up the role. Acquired, unpublished slots are forgotten."""
-        if self._lock.is_open and self._segment.fd >= 0:
+        if self._lock.is_open:
             self._segment.u32[(layout.OFFSET_PRODUCER + layout.RECORD_PID) >> 2] = 0
-        self._lock.close()
+            self._lock.close()
+            self._segment.leave()
 
     def __enter__(self) -> Writer:
         """Return the open writer."""

@@ -1,0 +1,595 @@
+"""What the writer, the reader, the board and the snapshot promise, in one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from shm_ring import (
+    Board,
+    Field,
+    Reader,
+    ReadSlot,
+    Ring,
+    SlotSpec,
+    Writer,
+    atomics,
+    errors,
+    layout,
+    liveness,
+    ring_name,
+)
+
+SPEC = SlotSpec((Field("ids", "int32", (256,)), Field("features", "bfloat16", (256, 8))))
+Make = Callable[..., Ring]
+
+
+@pytest.fixture
+def run() -> str:
+    return f"api.{os.getpid()}.{uuid.uuid4().hex[:6]}"
+
+
+@pytest.fixture
+def new_ring(run: str) -> Iterator[Make]:
+    made: list[Ring] = []
+
+    def make(num_slots: int = 4) -> Ring:
+        made.append(Ring.create(ring_name(run, len(made)), SPEC, num_slots, ring_index=len(made)))
+        return made[-1]
+
+    yield make
+    for ring in made:
+        with suppress(errors.RingError):
+            ring.unlink()
+        ring.close()
+    left = [name for name, what in Ring.clean_run(run) if what != "removed"]
+    assert not left, "a test left an end open"
+
+
+def publish(writer: Writer, *pack_ids: int) -> None:
+    for pack_id in pack_ids:
+        slot = writer.acquire(timeout_s=5)
+        slot.array("ids")[:] = pack_id
+        writer.publish(slot, pack_id=pack_id)
+
+
+def take(reader: Reader) -> ReadSlot:
+    slot = reader.take(timeout_s=5)
+    assert slot is not None
+    return slot
+
+
+def take_ids(reader: Reader, num: int) -> list[int]:
+    ids = []
+    for _ in range(num):
+        slot = take(reader)
+        ids.append(slot.header.pack_id)
+        reader.release(slot)
+    return ids
+
+
+# -- the writer
+
+
+def test_several_slots_may_be_acquired_and_are_published_in_order(new_ring: Make) -> None:
+    ring = new_ring(3)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        first, second, third = (writer.acquire() for _ in range(3))
+        with pytest.raises(errors.RingUsage, match="all 3 slots"):
+            writer.acquire()
+        with pytest.raises(errors.RingUsage, match="publish in order"):
+            writer.publish(second, pack_id=2)
+        writer.publish(first, pack_id=1)
+        writer.discard(second)
+        writer.publish(third, pack_id=3)
+        assert take_ids(reader, 2) == [1, 3]
+        assert ring.snapshot().free == 3
+
+
+def test_acquired_slots_are_unseen_until_published_and_forgotten_at_close(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        writer.acquire().array("ids")[:] = 7
+        with pytest.raises(errors.RingEmpty):
+            reader.take(timeout_s=0)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        publish(writer, 1, 2)
+        assert take_ids(reader, 2) == [1, 2]
+
+
+def test_the_next_writer_goes_on_after_the_last_published(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer:
+        assert (writer.cursor, writer.last_seq) == (b"", 0)
+        writer.publish(writer.acquire(), pack_id=1, cursor=b"first")
+        writer.publish(writer.acquire(), pack_id=2, cursor=b"x" * 48)
+        assert (writer.cursor, writer.last_seq) == (b"x" * 48, 2)
+    with ring.writer() as writer:
+        assert (writer.cursor, writer.last_seq) == (b"x" * 48, 2)
+
+
+def test_an_oversize_record_is_an_error_that_names_both_sizes_and_writes_nothing(new_ring: Make) -> None:
+    with new_ring(1).writer() as writer:
+        slot = writer.acquire()
+        slot.write("ids", np.arange(256, dtype=np.int32))
+        with pytest.raises(errors.RingOversize, match=r"1028 bytes.*1024 bytes") as caught:
+            slot.write("ids", np.zeros(257, np.int32))
+        assert caught.value.exit_code == 3
+        with pytest.raises(errors.RingUsage, match="int64"):
+            slot.write("ids", np.zeros(3, np.int64))
+        with pytest.raises(errors.RingOversize):
+            slot.write("features", np.zeros((1, 9), np.uint16))
+        assert slot.array("ids").tolist() == list(range(256))
+        with pytest.raises(errors.RingOversize, match="49 bytes"):
+            writer.publish(slot, pack_id=1, cursor=bytes(49))
+        with pytest.raises(errors.RingOversize, match="pack_id"):
+            writer.publish(slot, pack_id=-1)
+        with pytest.raises(errors.RingUsage, match="no field 'nope'; it has ids, features"):
+            slot.array("nope")
+
+
+def test_a_full_ring_names_the_holders_and_their_condition(new_ring: Make) -> None:
+    ring = new_ring(3)
+    with ring.writer() as writer, Reader([ring], consumer_id=4) as reader:
+        publish(writer, 1, 2, 3)
+        take(reader)
+        take(reader)
+        with pytest.raises(errors.RingFull, match=rf"consumer 4 holds slots 0, 1 and is alive \(pid {os.getpid()}\)"):
+            writer.acquire(timeout_s=0.02)
+        assert writer.blocked_s >= 0.02
+        assert ring.snapshot().blocked_s == pytest.approx(writer.blocked_s)
+        reader.close()
+        with pytest.raises(errors.RingFull, match=r"holds slots 0, 1 and is gone .*retire"):
+            writer.acquire(timeout_s=0)
+
+
+def test_waits_end_when_asked_to_stop(new_ring: Make) -> None:
+    ring = new_ring(1)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        with pytest.raises(errors.RingStopped):
+            reader.take(timeout_s=60, stop=lambda: True)
+        publish(writer, 1)
+        with pytest.raises(errors.RingStopped):
+            writer.acquire(timeout_s=60, stop=lambda: True)
+
+
+def test_a_release_wakes_a_waiting_writer(new_ring: Make) -> None:
+    ring = new_ring(1)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        publish(writer, 1)
+        slot = take(reader)
+        waits = threading.Event()
+        thread = threading.Thread(target=publish, args=(writer, 2))
+        original = atomics.wait_bells
+
+        def note(*args: object) -> None:
+            waits.set()
+            original(*args)  # type: ignore[arg-type]
+
+        atomics.wait_bells = note  # type: ignore[assignment]
+        try:
+            thread.start()
+            assert waits.wait(5)
+            reader.release(slot)
+            thread.join(5)
+        finally:
+            atomics.wait_bells = original
+        assert not thread.is_alive()
+        assert take_ids(reader, 1) == [2]
+
+
+# -- the reader
+
+
+def test_none_comes_only_when_every_producer_has_finished_and_all_is_taken(new_ring: Make) -> None:
+    rings = [new_ring(), new_ring()]
+    with rings[0].writer() as a, rings[1].writer() as b, Reader(rings) as reader:
+        publish(a, 1)
+        publish(b, 2)
+        a.finish()
+        assert sorted(take_ids(reader, 2)) == [1, 2]
+        with pytest.raises(errors.RingEmpty, match=r"r0' has finished.*r1' is alive"):
+            reader.take(timeout_s=0)
+        publish(b, 3)
+        b.finish()
+        assert take_ids(reader, 1) == [3]
+        assert reader.take(timeout_s=0) is None
+    with rings[1].writer(), Reader(rings) as reader, pytest.raises(errors.RingEmpty):
+        reader.take(timeout_s=0)
+
+
+def test_finish_with_unpublished_slots_is_refused(new_ring: Make) -> None:
+    with new_ring().writer() as writer:
+        writer.acquire()
+        with pytest.raises(errors.RingUsage, match="1 acquired"):
+            writer.finish()
+
+
+def test_oldest_takes_from_the_fullest_ring_in_seq_order(new_ring: Make) -> None:
+    rings = [new_ring(4), new_ring(4)]
+    with rings[0].writer() as a, rings[1].writer() as b, Reader(rings) as reader:
+        publish(a, 1, 2)
+        publish(b, 11, 12, 13)
+        assert take_ids(reader, 5) == [11, 1, 12, 2, 13]
+
+
+def test_random_pull_is_seeded_and_shuffles(new_ring: Make) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        ring = new_ring(16)
+        with ring.writer() as writer, Reader([ring], pick="random", seed=seed) as reader:
+            publish(writer, *range(16))
+            orders.append(take_ids(reader, 16))
+    assert orders[0] == orders[1] != orders[2]
+    assert all(sorted(order) == list(range(16)) != order for order in orders)
+
+
+@pytest.mark.parametrize("max_age", [None, 5, 0])
+def test_no_slot_grows_older_than_max_age_under_random_pull(new_ring: Make, max_age: int | None) -> None:
+    ring = new_ring(4)
+    limit = 16 if max_age is None else max_age
+    ages = []
+    with ring.writer() as writer, Reader([ring], pick="random", max_age=max_age, seed=3) as reader:
+        publish(writer, 1, 2, 3, 4)
+        for pack_id in range(5, 2000):
+            slot = take(reader)
+            ages.append(writer.last_seq - slot.header.seq)
+            reader.release(slot)
+            publish(writer, pack_id)
+    # Several may pass the limit in one step and only one is taken at a time: S - 1 more at most.
+    assert max(ages) <= limit + 4
+    assert max_age == 0 or max(ages) > 3, "the draw never left a slot behind: the limit was not tested"
+
+
+def test_random_pull_without_the_limit_would_starve_a_slot_longer(new_ring: Make) -> None:
+    ring = new_ring(4)
+    with ring.writer() as writer, Reader([ring], pick="random", max_age=10**9, seed=3) as reader:
+        publish(writer, 1, 2, 3, 4)
+        ages = []
+        for pack_id in range(5, 2000):
+            slot = take(reader)
+            ages.append(writer.last_seq - slot.header.seq)
+            reader.release(slot)
+            publish(writer, pack_id)
+    assert max(ages) > 20
+
+
+def test_min_ready_waits_while_more_can_come(new_ring: Make) -> None:
+    ring = new_ring(6)
+    with ring.writer() as writer, Reader([ring], min_ready=3) as reader:
+        publish(writer, 1, 2)
+        with pytest.raises(errors.RingEmpty, match="for 3 READY slots"):
+            reader.take(timeout_s=0)
+        publish(writer, 3)
+        assert take_ids(reader, 1) == [1]
+        with pytest.raises(errors.RingEmpty):
+            reader.take(timeout_s=0)
+        reader.min_ready = 1
+        assert take_ids(reader, 1) == [2]
+
+
+def test_min_ready_never_strands_the_tail_of_the_data(new_ring: Make) -> None:
+    ring = new_ring(6)
+    with Reader([ring], min_ready=5) as reader:
+        writer = ring.writer()
+        publish(writer, 1, 2)
+        writer.finish()
+        assert take_ids(reader, 2) == [1, 2]
+        assert reader.take(timeout_s=0) is None
+        writer.close()
+        with ring.writer() as writer:
+            publish(writer, 3)
+            with pytest.raises(errors.RingEmpty):
+                reader.take(timeout_s=0)
+        assert take_ids(reader, 1) == [3], "a dead producer adds nothing"
+
+
+def test_min_ready_gives_way_when_the_reader_itself_holds_the_rest(new_ring: Make) -> None:
+    ring = new_ring(3)
+    with ring.writer() as writer, Reader([ring], min_ready=3) as reader:
+        publish(writer, 1, 2, 3)
+        held = [take(reader) for _ in range(3)]
+        assert [slot.header.pack_id for slot in held] == [1, 2, 3]
+
+
+def test_min_ready_waits_for_producers_that_have_not_come_yet(new_ring: Make) -> None:
+    rings = [new_ring(3), new_ring(3)]
+    with rings[0].writer() as writer, Reader(rings, min_ready=2) as reader:
+        publish(writer, 1)
+        writer.close()
+        with pytest.raises(errors.RingEmpty, match="never attached"):
+            reader.take(timeout_s=0)
+
+
+def test_held_slots_come_back_to_their_consumer_and_to_no_other(new_ring: Make) -> None:
+    ring = new_ring(4)
+    with ring.writer() as writer:
+        publish(writer, 1, 2, 3, 4)
+        with Reader([ring], consumer_id=1) as reader:
+            take(reader)
+            take(reader)
+        with Reader([ring], consumer_id=0) as other:
+            assert take_ids(other, 1) == [3]
+            with Reader([ring], consumer_id=1, pick="random", min_ready=4) as reader:
+                slots = [take(reader), take(reader)]
+                assert [(s.header.pack_id, s.redelivered) for s in slots] == [(1, True), (2, True)]
+                for slot in slots:
+                    reader.release(slot)
+            again = take(other)
+            assert (again.header.pack_id, again.redelivered) == (4, False)
+
+
+def test_consumers_join_and_leave_at_any_time(new_ring: Make) -> None:
+    ring = new_ring(4)
+    seen = []
+    with ring.writer() as writer:
+        for round_ in range(12):
+            publish(writer, *range(round_ * 4, round_ * 4 + 4))
+            for consumer in (round_ % 5, 40 + round_ % 3):
+                with Reader([ring], consumer_id=consumer) as reader:
+                    seen += take_ids(reader, 2)
+    assert seen == list(range(48))
+    snapshot = ring.snapshot()
+    assert sum(c.released for c in snapshot.consumers) == 48
+    assert {c.consumer_id for c in snapshot.consumers} == {0, 1, 2, 3, 4, 40, 41, 42}
+
+
+def test_a_slot_is_given_back_once_and_only_by_its_holder(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring], 0) as reader, Reader([ring], 1) as other:
+        publish(writer, 1)
+        slot = take(reader)
+        with pytest.raises(errors.RingUsage, match="not held by this reader"):
+            other.release(slot)
+        reader.release(slot)
+        with pytest.raises(errors.RingUsage, match="not held by this reader"):
+            reader.release(slot)
+
+
+def test_a_rejected_slot_is_counted_and_freed(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        for pack_id in range(10):
+            publish(writer, pack_id)
+            (reader.reject if pack_id % 2 else reader.release)(take(reader))
+    snapshot = ring.snapshot()
+    assert (snapshot.rejected, snapshot.released, snapshot.free) == (5, 10, 2)
+
+
+def test_taken_arrays_cannot_be_written(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        publish(writer, 1)
+        view = take(reader).array("ids")
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 1
+
+
+def test_arrays_outlive_the_closing_of_their_ring(new_ring: Make) -> None:
+    ring = new_ring(2)
+    other = Ring.open(ring.name)
+    with ring.writer() as writer, Reader([other]) as reader:
+        publish(writer, 5)
+        view = take(reader).array("ids")
+    other.close()
+    gc.collect()
+    assert int(view.sum()) == 5 * 256
+
+
+# -- retiring
+
+
+def test_retire_frees_the_committed_and_gives_back_the_rest(new_ring: Make) -> None:
+    ring = new_ring(4)
+    with ring.writer() as writer:
+        publish(writer, 1, 2, 3, 4)
+        with Reader([ring], 7) as reader:
+            for _ in range(3):
+                take(reader)
+            with pytest.raises(errors.RingOwned, match="consumer 7"):
+                ring.retire(7, lambda _: True)
+        freed, again = ring.retire(7, lambda header: header.pack_id == 2)
+        assert ([h.pack_id for h in freed], [h.pack_id for h in again]) == ([2], [1, 3])
+        with Reader([ring], 0) as reader:
+            assert take_ids(reader, 3) == [1, 3, 4]
+        with Reader([ring], 7) as reader, pytest.raises(errors.RingEmpty):
+            reader.take(timeout_s=0)
+
+
+# -- snapshot
+
+
+def test_a_snapshot_of_a_read_only_ring_tells_everything(new_ring: Make) -> None:
+    ring = new_ring(4)
+    with ring.writer() as writer, Reader([ring], 3) as reader, Ring.open(ring.name, readonly=True) as watched:
+        publish(writer, 1, 2, 3)
+        take(reader)
+        snapshot = watched.snapshot()
+        assert (snapshot.free, snapshot.ready, snapshot.held, snapshot.occupancy) == (1, 2, 1, 3)
+        assert (snapshot.published, snapshot.released, snapshot.published_bytes) == (3, 0, 3 * SPEC.slot_bytes)
+        assert [s.state for s in snapshot.slots] == ["HELD", "READY", "READY", "FREE"]
+        assert (snapshot.slots[0].consumer, snapshot.slots[0].seq) == (3, 1)
+        assert snapshot.held_by == {3: (0,)}
+        assert (snapshot.producer.pid, snapshot.producer.alive, snapshot.producer.stopped) == (os.getpid(), True, False)
+        (consumer,) = snapshot.consumers
+        assert (consumer.consumer_id, consumer.alive, consumer.taken, consumer.last_seq) == (3, True, 1, 1)
+        assert consumer.heartbeat_age_s is not None
+        assert 0 <= consumer.heartbeat_age_s < 60
+        reader.close()
+        assert not watched.snapshot().consumers[0].alive
+        with pytest.raises((TypeError, ValueError)):
+            watched.segment.u64[0] = 0
+
+
+def test_free_ready_and_held_always_add_up_while_the_ring_runs(new_ring: Make) -> None:
+    ring = new_ring(4)
+    done = threading.Event()
+    counts = []
+
+    def watch() -> None:
+        with Ring.open(ring.name, readonly=True) as watched:
+            while not done.is_set():
+                snapshot = watched.snapshot()
+                counts.append((snapshot.free, snapshot.ready, snapshot.held))
+
+    thread = threading.Thread(target=watch)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        thread.start()
+        pack_id = 0
+        while len(counts) < 200:
+            publish(writer, pack_id)
+            take_ids(reader, 1)
+            pack_id += 1
+        done.set()
+        thread.join()
+    assert all(sum(count) == 4 for count in counts)
+    assert len(set(counts)) > 1, "the ring never moved while it was watched"
+
+
+# -- the board
+
+
+def test_the_board_wakes_and_stops_readers_and_carries_the_schema(run: str, new_ring: Make) -> None:
+    rings = [new_ring(2), new_ring(2)]
+    run_id = uuid.uuid4().bytes
+    with Board.create(run, SPEC, 2, run_id) as board, Board.open(run, SPEC) as other:
+        assert (other.run_id, other.spec, other.ring_names) == (run_id, SPEC, [r.name for r in rings])
+        assert (other.stopped, other.paused) == (False, False)
+        board.request_pause()
+        assert (other.stopped, other.paused) == (False, True)
+        board.request_pause(False)
+        with rings[1].writer(board) as writer, Reader(rings, board=other) as reader:
+            before = atomics.load_u32(board.bell_address)
+            publish(writer, 1)
+            assert atomics.load_u32(board.bell_address) == before + 1
+            assert take_ids(reader, 1) == [1]
+            thread = threading.Timer(0.05, board.request_stop)
+            thread.start()
+            with pytest.raises(errors.RingStopped):
+                reader.take(timeout_s=30)
+            thread.join()
+        with pytest.raises(errors.RingMismatch):
+            Board.open(run, SlotSpec((Field("other", "int8", (1,)),)))
+        board.unlink()
+
+
+@pytest.mark.parametrize("missing", ["futex", "futex_waitv"])
+def test_the_ring_works_where_the_kernel_lacks(missing: str, new_ring: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomics, "_missing", {missing})
+    rings = [new_ring(1), new_ring(1)]
+    num = 200
+
+    def produce(ring: Ring, first: int) -> None:
+        with ring.writer() as writer:
+            publish(writer, *range(first, first + num))
+            writer.finish()
+
+    threads = [threading.Thread(target=produce, args=(ring, k * num)) for k, ring in enumerate(rings)]
+    with Reader(rings) as reader:
+        for thread in threads:
+            thread.start()
+        assert sorted(take_ids(reader, 2 * num)) == list(range(2 * num))
+        assert reader.take(timeout_s=5) is None
+    for thread in threads:
+        thread.join()
+
+
+# -- costs and processes
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("end", ["writer", "reader"])
+def test_waiting_costs_less_than_two_percent_of_a_core(new_ring: Make, end: str) -> None:
+    rings = [new_ring(1), new_ring(1)]
+    with rings[0].writer() as writer, Reader(rings) as reader:
+        if end == "writer":
+            publish(writer, 1)
+        begun_cpu, begun = cpu_s(), time.monotonic()
+        with pytest.raises(errors.RingTimeout):
+            (writer.acquire if end == "writer" else reader.take)(timeout_s=3.0)
+        share = (cpu_s() - begun_cpu) / (time.monotonic() - begun)
+    assert share < 0.02
+
+
+def test_no_wait_depends_on_the_wall_clock_or_the_heartbeat_clock(
+    new_ring: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jumps = iter(range(1, 10**9))
+    monkeypatch.setattr(time, "time", lambda: (-1) ** next(jumps) * 1e10)
+    monkeypatch.setattr(liveness, "boot_ns", lambda: next(jumps) % 2 * 10**17)
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        for pack_id in range(50):
+            publish(writer, pack_id)
+            assert take_ids(reader, 1) == [pack_id]
+        begun = time.monotonic()
+        with pytest.raises(errors.RingEmpty):
+            reader.take(timeout_s=0.2)
+        assert time.monotonic() - begun >= 0.2
+        assert ring.snapshot().producer.alive
+
+
+def test_a_forked_child_neither_keeps_nor_uses_its_parents_roles(new_ring: Make) -> None:
+    ring = new_ring(2)
+    ready_r, ready_w = os.pipe()
+    go_r, go_w = os.pipe()
+    writer, reader = ring.writer(), Reader([ring])
+    publish(writer, 1)
+    slot = take(reader)
+    pid = os.fork()
+    if pid == 0:
+        uses = (writer.acquire, reader.take, lambda: reader.release(slot), writer.finish)
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except errors.RingUsage:
+                refused += 1
+        os.write(ready_w, bytes([refused]))
+        os.read(go_r, 1)
+        os._exit(0)
+    assert os.read(ready_r, 1) == b"\x04"
+    writer.close()
+    reader.close()
+    ring.writer().close()  # would be refused if the child still held the lock
+    with Reader([ring]) as again:
+        assert take(again).redelivered
+    os.write(go_w, b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    for fd in (ready_r, ready_w, go_r, go_w):
+        os.close(fd)
+
+
+def test_a_new_writer_waits_until_the_old_process_has_left(new_ring: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = new_ring(2)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        monkeypatch.setattr("shm_ring.writer.OLD_PRODUCER_WAIT_S", 0.1)
+        state = liveness.process_state(pid)
+        assert state is not None
+        ring.segment.u32[layout.OFFSET_PRODUCER // 4] = pid
+        ring.segment.u64[(layout.OFFSET_PRODUCER + layout.RECORD_START) // 8] = state[1]
+        with pytest.raises(errors.RingTimeout, match=rf"pid {pid}\) lost its lock .* has not exited"):
+            ring.writer()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    with ring.writer() as writer:  # a zombie has left: its memory and its files are gone
+        publish(writer, 1)
+    os.waitpid(pid, 0)
