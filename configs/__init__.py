@@ -1,1 +1,1 @@
-"""Configuration of a run: the schema, how it is loaded, and the fields of a pack. Knows nothing of torch or processes."""
+"""Configuration of a run: the schema, how it is loaded, and the fields of a pack. No torch, no processes."""

@@ -77,7 +77,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def dump_config(config: Config) -> str:
     """Write the complete, resolved configuration as YAML; load_config reads it back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _line(item: Any) -> str:

@@ -52,13 +52,15 @@ class TargetConfig(Section):
     revision: Text | None = None
     """Branch, tag or commit on the hub; unused for a local folder."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type the target computes in; the ring stores features in it bit for bit. auto: float32 on a CPU, else the checkpoint's."""
+    """Type the target computes in; the ring stores features in it bit for bit. auto: float32 on a CPU,
+    else the checkpoint's."""
     target_layer_ids: tuple[Int, ...] | None = None
     """Taps: 0-based decoder layers whose OUTPUT is taken, in this order. None: the default rule for `num_taps`."""
     num_taps: Int = Field(5, ge=1, le=64)
     """Number of taps where `target_layer_ids` is not given."""
     mask_token_id: Int | None = Field(None, ge=0)
-    """Row of the embedding used as the mask token. None: the tokenizer's mask, else a reserved row that no data uses."""
+    """Row of the embedding used as the mask token. None: the tokenizer's mask, else a reserved row that the
+    data never uses."""
     final_hidden: Bool = False
     """Also store the target's final hidden state (input of its head), which soft and target_argmax labels need."""
     devices: tuple[Text, ...] = ("auto",)
@@ -120,7 +122,8 @@ class RingConfig(Section):
     num_slots: Int = Field(8, ge=2, le=256)
     """Slots of each producer's ring."""
     min_ready: Int = Field(1, ge=1)
-    """A drafter takes only when at least this many packs are READY (until the data end): more mixing with pick: random."""
+    """A drafter takes only when at least this many packs are READY, until the data end;
+    more of them mix better with pick: random."""
     pick: Literal["oldest", "random"] = "oldest"
     """Which READY pack is taken."""
     max_age: Int | None = Field(None, ge=1)
@@ -270,19 +273,19 @@ class SupervisorConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    run: RunConfig = Field(default_factory=RunConfig)
-    target: TargetConfig = Field(default_factory=TargetConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-    pack: PackConfig = Field(default_factory=PackConfig)
-    ring: RingConfig = Field(default_factory=RingConfig)
-    drafter: DrafterConfig = Field(default_factory=DrafterConfig)
-    anchors: AnchorsConfig = Field(default_factory=AnchorsConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    run: RunConfig = RunConfig()
+    target: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    pack: PackConfig = PackConfig()
+    ring: RingConfig = RingConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    anchors: AnchorsConfig = AnchorsConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

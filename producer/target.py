@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from configs.schema import DrafterConfig, TargetConfig
+from configs.schema import TargetConfig
 
 
 class TargetError(Exception):
@@ -53,6 +53,12 @@ class TargetDescription:
     def as_dict(self) -> dict[str, Any]:
         """The description as plain JSON data."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> TargetDescription:
+        """Undo as_dict."""
+        lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
+        return cls(**{**plain, **lists})
 
 
 def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -128,21 +134,25 @@ def choose_mask_token(explicit: int | None, tokenizer: Any, rows: int) -> int:
         if explicit >= rows:
             raise TargetError(f"target.mask_token_id: expected below {rows} (embedding rows), got {explicit}")
         if explicit in taken:
-            raise TargetError(f"target.mask_token_id: {explicit} is the tokenizer's pad, eos or bos; choose another row")
+            raise TargetError(
+                f"target.mask_token_id: {explicit} is the tokenizer's pad, eos or bos; choose another row"
+            )
         return explicit
     mask = getattr(tokenizer, "mask_token_id", None)
     if mask is not None and mask < rows and mask not in taken:
         return int(mask)
-    vocabulary = tokenizer.get_vocab()
-    for word in sorted(vocabulary, key=lambda word: vocabulary[word]):
-        if "reserved" in word.lower() and vocabulary[word] < rows and vocabulary[word] not in taken:
-            return int(vocabulary[word])
-    if max(vocabulary.values()) + 1 < rows:
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    free = [number for number in sorted(added) if number < rows and number not in taken]
+    reserved = [number for number in free if "reserved" in added[number].lower() or "unused" in added[number].lower()]
+    if reserved:
+        return int(reserved[0])
+    if len(tokenizer) < rows:  # rows that no token uses pad the embedding
         return rows - 1
-    unused = [number for number in tokenizer.added_tokens_decoder if number < rows and number not in taken]
-    if unused:
-        return int(max(unused))
-    raise TargetError("target.mask_token_id: no reserved row found in the tokenizer; give a row that the data never uses")
+    if free:  # a special token that chat data does not use; the data is checked for it
+        return int(free[-1])
+    raise TargetError(
+        "target.mask_token_id: no reserved row found in the tokenizer; give a row that the data never uses"
+    )
 
 
 class Target:
@@ -190,7 +200,15 @@ def load_target(description: TargetDescription, config: TargetConfig, device: to
 
 def find_trunk(model: nn.Module) -> nn.Module:
     """Find the text decoder: the module with `layers` and `embed_tokens`, behind any multimodal or head wrapper."""
-    for name in ("", "model", "language_model", "model.language_model", "text_model", "model.text_model", "model.model"):
+    for name in (
+        "",
+        "model",
+        "language_model",
+        "model.language_model",
+        "text_model",
+        "model.text_model",
+        "model.model",
+    ):
         try:
             module = model.get_submodule(name)
         except AttributeError:
@@ -198,4 +216,6 @@ def find_trunk(model: nn.Module) -> nn.Module:
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
             return module
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    raise TargetError(f"target: no decoder with layers and embed_tokens in {type(model).__name__}; lists found: {lists}")
+    raise TargetError(
+        f"target: no decoder with layers and embed_tokens in {type(model).__name__}; lists found: {lists}"
+    )

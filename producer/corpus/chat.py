@@ -7,6 +7,7 @@ assistant wrote, end of turn included. Nothing is searched for in the ids, so a 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def _checked(turns: Any, role_key: str, content_key: str) -> list[dict[str, str]
     spoken = [message["role"] for message in messages if message["role"] != "system"]
     if "assistant" not in spoken:
         raise BadRow("no_assistant")
-    if any(first == second == "user" for first, second in zip(spoken, spoken[1:], strict=False)):
+    if any(first == second == "user" for first, second in pairwise(spoken)):
         raise BadRow("role_order")
     return messages
 

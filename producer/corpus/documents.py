@@ -71,9 +71,9 @@ class Documents:
         return len(self._offsets) - 1
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> list[int]:
         """Tokens of each document."""
-        return np.diff(self._offsets)
+        return [int(length) for length in np.diff(self._offsets)]
 
     def __getitem__(self, number: int) -> Document:
         place = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
@@ -101,7 +101,7 @@ def build_documents(config: DataConfig, tokenizer: Any, pack_tokens: int, folder
     rows = list(_usable(config, tokenizer, limit, report))
     heldout = _choose_heldout([document for document, _ in rows], config.heldout_documents)
     kept: list[Document] = []
-    for number, (document, parts) in enumerate(rows):
+    for number, (_, parts) in enumerate(rows):
         if number not in heldout:
             kept.extend(parts)
             report.used += 1

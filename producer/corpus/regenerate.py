@@ -42,7 +42,9 @@ def main() -> int:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval()
     with arguments.out.open("a", encoding="utf-8") as out:
         for batch in tqdm(list(_batches(missing, tokenizer, arguments.batch_size)), desc="regenerate"):
-            for prompt, answer in zip(batch, answer_batch(model, tokenizer, batch, arguments.max_new_tokens), strict=True):
+            for prompt, answer in zip(
+                batch, answer_batch(model, tokenizer, batch, arguments.max_new_tokens), strict=True
+            ):
                 if answer:
                     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
                     out.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")

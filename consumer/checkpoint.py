@@ -1,0 +1,165 @@
+"""Write and find checkpoints: RUN/checkpoints/step-N, complete or not there at all.
+
+    drafter.safetensors    the drafter's weights by their public names (docs/drafter.md)
+    state.safetensors      everything else that training needs: masters, moments, step, generator
+    checkpoint.json        step, trained packs (ranges), drafter shape, target, configuration
+    complete.json          size and SHA-256 of each file above; written last, inside the folder, before the rename
+
+A folder is written under a temporary name, fsynced and renamed. Resume takes the newest complete one and says which
+it rejected and why. Knows nothing of how training works: it stores named tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.run_files import from_ranges, to_ranges, write_atomically
+
+FILES = ("drafter.safetensors", "state.safetensors", "checkpoint.json")
+Say = Callable[[str], None]
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or used. Exit code 5."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+    trained: frozenset[int]
+    meta: dict[str, Any]
+
+    def drafter(self) -> dict[str, Tensor]:
+        """Load the drafter's weights by their public names."""
+        return load_file(self.path / "drafter.safetensors")
+
+    def state(self) -> dict[str, Tensor]:
+        """Load the rest of the training state."""
+        return load_file(self.path / "state.safetensors")
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    drafter: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    trained: frozenset[int],
+    meta: dict[str, Any],
+) -> Path:
+    """Write folder/step-N and return its path. Raises CheckpointError (disk full, non-finite weights); older ones stay."""
+    for name, tensor in drafter.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"checkpoint step {step}: {name} is not finite; not written")
+    need = 2 * sum(tensor.numel() * tensor.element_size() for tensor in (*drafter.values(), *state.values()))
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CheckpointError(f"checkpoint step {step}: {folder} has {free} bytes free, {need} wanted; not written")
+    temporary = folder / f".step-{step}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        _write(temporary, step, drafter, state, trained, meta)
+        final = folder / f"step-{step}"
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint step {step}: {folder}: {error.strerror}; not written") from error
+    return final
+
+
+def _write(
+    temporary: Path,
+    step: int,
+    drafter: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    trained: frozenset[int],
+    meta: dict[str, Any],
+) -> None:
+    temporary.mkdir()
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in drafter.items()}, temporary / FILES[0])
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary / FILES[1])
+    facts = {"step": step, "trained": to_ranges(trained), **meta}
+    write_atomically(temporary / FILES[2], json.dumps(facts, indent=1))
+    marker = {name: _describe(temporary / name) for name in FILES}
+    write_atomically(temporary / "complete.json", json.dumps(marker, indent=1))
+    for name in FILES:
+        _fsync(temporary / name)
+    _fsync(temporary)
+
+
+def newest_checkpoint(folder: Path, say: Say) -> Checkpoint | None:
+    """Return the newest complete checkpoint; each newer one that is rejected is named with its reason."""
+    for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
+        reason = _fault(path)
+        if reason is None:
+            return read_checkpoint(path)
+        say(f"checkpoint {path} rejected: {reason}")
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read the description of one checkpoint folder; raises CheckpointError if it is not complete."""
+    reason = _fault(path)
+    if reason is not None:
+        raise CheckpointError(f"checkpoint {path}: {reason}")
+    meta = json.loads((path / "checkpoint.json").read_text())
+    return Checkpoint(path, int(meta["step"]), from_ranges(meta["trained"]), meta)
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints; step-0, the initial weights, always stays. Clears left-overs."""
+    saved = sorted((path for path in folder.glob("step-*") if _step_of(path) > 0), key=_step_of)
+    for path in saved[:-keep]:
+        shutil.rmtree(path)
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
+
+
+def _fault(path: Path) -> str | None:
+    try:
+        marker = json.loads((path / "complete.json").read_text())
+    except (OSError, ValueError):
+        return "no completion marker"
+    for name in FILES:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if _describe(path / name) != marker.get(name):
+            return f"{name} differs from its recorded size or hash"
+    return None
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""The drafter's record of packs: what this generation has begun to train, written before the slot is released.
+
+It decides about packs that come twice (a slot held over a crash, a pack extracted again) and knows which packs are in
+the weights, which is what a checkpoint stores. Format of the files: configs/run_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from configs.run_files import Trained, journal_path, read_trained, write_trained
+
+
+class Journal:
+    """Append-only journal of one drafter process in one generation."""
+
+    def __init__(self, run_dir: Path, rank: int, generation: int, trained: Iterable[int]) -> None:
+        self.generation = generation
+        self._trained = set(trained)
+        self._begun = set(self._trained)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(journal_path(run_dir, rank), flags, 0o644)
+
+    def __contains__(self, pack_id: int) -> bool:
+        """Whether the pack is in the weights, or on its way into them, and must not be trained again."""
+        return pack_id in self._begun
+
+    def begin(self, pack_id: int, step: int) -> None:
+        """Append a pack, in one write, before its slot is released; `step` is the step before its first."""
+        line = json.dumps({"pack_id": pack_id, "step": step, "generation": self.generation})
+        os.write(self._file, f"{line}\n".encode())
+        self._begun.add(pack_id)
+
+    def finish(self, pack_id: int) -> None:
+        """Count a begun pack as being in the weights, all its steps launched."""
+        self._trained.add(pack_id)
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """Packs in the weights."""
+        return frozenset(self._trained)
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def begin_generation(run_dir: Path, trained: Iterable[int]) -> int:
+    """Start a new generation whose weights contain `trained`; producers then make every other pack again."""
+    before = read_trained(run_dir)
+    generation = 0 if before is None else before.generation + 1
+    write_trained(run_dir, Trained(generation, frozenset(trained)))
+    return generation

@@ -1,0 +1,86 @@
+"""The flow of a target process, on one screen: todo -> window of packs -> target -> slot -> publish.
+
+Backpressure is one rule: no FREE slot, the producer waits. It ends when it is told to; after its last pack it stays,
+because a drafter that restarts from a checkpoint may need packs again.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from configs.run_files import read_plan
+from configs.schema import Config
+from ops.control import Control
+from ops.telemetry import Log, Metrics
+from producer.corpus.documents import Documents
+from producer.corpus.schedule import Schedule
+from producer.meter import Meter
+from producer.rows import PackMaker
+from producer.target import TargetDescription, load_target
+from producer.todo import Todo
+from producer.transfer import Transfer
+from shm_ring import Board, Ring, SlotSpec, Writer, WriteSlot, ring_name
+from shm_ring.errors import RingTimeout
+from shm_ring.tensors import PageLock
+
+IDLE_S = 0.2  # how often a producer without work looks for a new drafter generation
+BLOCKED_REPORT_S = 30.0
+
+
+def run(config: Config, run_dir: Path, rank: int, device: torch.device, control: Control, log: Log) -> None:
+    """Produce packs until told to stop. Raises RingError, TargetError, BadStates."""
+    plan = read_plan(run_dir)
+    description = TargetDescription.from_dict(plan["target"])
+    corpus = Documents(run_dir / "data")
+    schedule = Schedule(
+        corpus.lengths, plan["data_digest"], config.run.seed, config.training.epochs, config.pack.tokens
+    )
+    ring = Ring.open(ring_name(config.run.name, rank), spec=SlotSpec.from_json(plan["slot_spec"]))
+    board = Board.open(config.run.name)
+    target = load_target(description, config.target, device)
+    log("model loaded", model=description.name, device=device, taps=description.target_layer_ids)
+    maker = PackMaker(corpus, schedule, target, device, config, plan["row_buckets"])
+    todo = Todo(run_dir, ring, schedule.num_packs, rank, len(config.target.devices))
+    with ring.writer(board) as writer, PageLock(ring, enabled=config.ring.page_lock and device.type == "cuda"):
+        transfer = Transfer(writer, device, description.target_layer_ids)
+        meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer)
+        control.report(state="ready")
+        while not control.stopping:
+            control.wait_while_paused()
+            if todo.refresh():
+                writer.reopen()
+                log("todo", packs=len(todo), generation=todo.generation)
+            pack_ids = todo.take(config.pack.window_packs)
+            if not pack_ids:
+                _rest(writer, todo, control)
+            for pack in maker.window(pack_ids):
+                transfer.start(_acquire(writer, transfer, control, log), pack)
+                transfer.publish_finished(wait=len(todo) == 0)
+                meter.packed(pack.pack_id, pack.num_tokens)
+            transfer.publish_finished(wait=len(todo) == 0)
+    ring.close()
+    board.close()
+
+
+def _acquire(writer: Writer, transfer: Transfer, control: Control, log: Log) -> WriteSlot:
+    """Return a FREE slot; waits while the ring is full, with a line every 30 s. Raises RingStopped."""
+    while True:
+        try:
+            return writer.acquire(timeout_s=0.0)
+        except RingTimeout:  # nobody can release what is not published, so publish before waiting
+            transfer.publish_finished(wait=True)
+        try:
+            return writer.acquire(timeout_s=BLOCKED_REPORT_S, stop=lambda: control.stopping)
+        except RingTimeout as full:
+            log("blocked", detail=str(full))
+
+
+def _rest(writer: Writer, todo: Todo, control: Control) -> None:
+    """Nothing to make: declare the end of the data (a new generation takes that back), look again in a moment."""
+    if todo.generation >= 0:
+        writer.finish()
+        control.report(state="finished")
+    time.sleep(IDLE_S)
