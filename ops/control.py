@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -45,7 +46,7 @@ class Control:
         self._running.set()
         self._checkpoint_asked = threading.Event()
         self._lock = threading.Lock()
-        self._launcher = _launcher_from_environment()
+        self._launcher = launcher_of(os.environ)
         self._orphaned_at: float | None = None
         self._old_handlers: dict[int, Any] = {}
         runtime_dir(run_dir, create=True)
@@ -161,8 +162,9 @@ def launcher_mark() -> str:
     return f"{os.getpid()}:{own_start()}"
 
 
-def _launcher_from_environment() -> tuple[int, int]:
-    pid, _, start = os.environ.get(LAUNCHER_ENV, "0:0").partition(":")
+def launcher_of(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Read the launcher's pid and start time from an environment; zeros for a process started by hand."""
+    pid, _, start = environment.get(LAUNCHER_ENV, "0:0").partition(":")
     return (int(pid), int(start)) if pid.isdigit() and start.isdigit() else (0, 0)
 
 

@@ -84,7 +84,8 @@ def test_a_paused_process_goes_on_when_asked_to_stop(control: Control, tmp_path:
     assert not waiter.is_alive()
 
 
-def test_an_unknown_command_is_refused_and_the_process_goes_on_answering(control: Control, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("control")
+def test_an_unknown_command_is_refused_and_the_process_goes_on_answering(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="does not know the command 'dance'"):
         ask(_socket(tmp_path), "dance")
     assert ask(_socket(tmp_path), "status")["pid"] == os.getpid()
@@ -107,7 +108,8 @@ def test_another_protocol_version_is_refused_with_both_versions(control: Control
     assert not control.stopping
 
 
-def test_the_same_role_and_rank_twice_is_refused_with_the_first_pid(control: Control, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("control")
+def test_the_same_role_and_rank_twice_is_refused_with_the_first_pid(tmp_path: Path) -> None:
     with pytest.raises(RunTaken, match=f"target0 of this run is already there \\(pid {os.getpid()}\\)"):
         Control.start(tmp_path / "run", role="target", rank=0)
     assert ask(_socket(tmp_path), "status")["pid"] == os.getpid()

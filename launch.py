@@ -1,0 +1,146 @@
+"""The one command of the project: `python launch.py CONFIG` runs a configuration, subcommands look at or command a run.
+
+Each subcommand is a few lines that call ops/. Nothing here or there imports torch. Exit codes: 0 done, 2 configuration,
+3 data, 4 a peer died, 5 resources, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from configs.load import ConfigError, load_config
+from ops import commands
+from ops.errors import OpsError
+from ops.run import run
+from ops.supervisor import Modules
+from shm_ring.errors import RingError
+
+RESTART_LIMIT_S = 900.0
+
+
+def main(arguments: Sequence[str] | None = None, modules: Modules | None = None) -> int:
+    """Run the command line and return the exit code; one line on stderr for everything a user can cause."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] not in COMMANDS and words[0] not in ("-h", "--help"):
+        words.insert(0, "run")
+    options = _parser().parse_args(words)
+    options.modules = modules
+    try:
+        return COMMANDS[options.command][0](options)
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return error.exit_code
+    except (OpsError, RingError) as error:
+        print(str(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, for example `| head`
+        sys.stderr.close()
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    overrides = list(options.set) + ([f"run.name={options.name}"] if options.name else [])
+    return run(load_config(options.config, overrides), options.modules)
+
+
+def _status(options: argparse.Namespace) -> int:
+    values = commands.status(_found(options))
+    print(commands.as_json(values) if options.json else "\n".join(commands.status_lines(values)))
+    return 0
+
+
+def _restart(options: argparse.Namespace) -> int:
+    print("\n".join(commands.restart(_found(options), options.which, options.set, RESTART_LIMIT_S)))
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    print(commands.stop(_found(options)))
+    return 0
+
+
+def _pass_on(options: argparse.Namespace) -> int:
+    reply = commands.command(_found(options), options.command, timeout_s=60)
+    print("\n".join(commands.passed_on(reply, options.command)))
+    return 0
+
+
+def _set(options: argparse.Namespace) -> int:
+    """`set key=value ... [RUN]`: a word without `=` is the run."""
+    names = [word for word in options.words if "=" not in word]
+    options.run = names[0] if names else None
+    settings = [word for word in options.words if "=" in word]
+    if len(names) > 1 or not settings:
+        raise ConfigError(["set: expected section.key=value ..., and at most one run"])
+    print("\n".join(commands.passed_on(commands.command(_found(options), "set", timeout_s=60, set=settings), "set")))
+    return 0
+
+
+def _clean(_options: argparse.Namespace) -> int:
+    print("\n".join(commands.clean()))
+    return 0
+
+
+def _found(options: argparse.Namespace) -> Path:
+    return commands.find_run(options.run, Path(options.folder))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python launch.py", description=__doc__, allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text, add) in COMMANDS.items():
+        add(subparsers.add_parser(name, help=text, description=text, allow_abbrev=False))
+    return parser
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, see configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    parser.add_argument("--name", help="name of the run (run.name)")
+
+
+def _of_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder; the newest live run if left out")
+    parser.add_argument("--folder", default="runs", help="where run folders are kept")
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    _of_run(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _restart_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", help="drafter, target or target:K")
+    _of_run(parser)
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="change a setting")
+
+
+def _set_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="section.key=value [RUN]", help="settings, and the run")
+    parser.add_argument("--folder", default="runs", help="where run folders are kept")
+
+
+def _no_options(_parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+Command = tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]
+COMMANDS: dict[str, Command] = {
+    "run": (_run, "run a configuration (the word may be left out)", _run_options),
+    "status": (_status, "state, pids, occupancy and steps of a run's processes", _status_options),
+    "restart": (_restart, "restart one side alone; the other keeps its model loaded", _restart_options),
+    "pause": (_pass_on, "let every process stand still after its step", _of_run),
+    "resume": (_pass_on, "let paused processes go on", _of_run),
+    "checkpoint": (_pass_on, "let the drafter save a checkpoint now", _of_run),
+    "set": (_set, "change training.log_every_steps, ring.min_ready or ring.pick in a living run", _set_options),
+    "stop": (_stop, "stop a run gracefully: the drafter saves", _of_run),
+    "clean": (_clean, "remove rings and sockets of which no process lives", _no_options),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""One process of a run, over all its lives: how it is started, asked to stop, killed, and what its log says.
+
+It runs in a session of its own, so the terminal's Ctrl-C reaches the launcher alone, and writes to its log file by
+itself, so nothing breaks if the launcher dies. Knows nothing of when to restart; that is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ops.control import LAUNCHER_ENV, launcher_mark
+from ops.devices import Placement
+from ops.errors import OpsError
+from ops.messages import ask
+from ops.paths import TARGET, log_path, socket_path
+from ops.run_folder import FINAL_FILE, last_lines
+from shm_ring.liveness import process_state
+
+WAITING, STARTING, RUNNING, STOPPING, STOPPED, FINISHED = (
+    "restarting",
+    "starting",
+    "running",
+    "stopping",
+    "stopped",
+    "finished",
+)
+_READY_STATES = ("ready", "running", "finished")
+_STOP_ACK_S = 1.0
+
+
+class Child:
+    """A placement, the module that runs there, and its present life."""
+
+    def __init__(self, placement: Placement, module: str, run_dir: Path) -> None:
+        self.placement = placement
+        self.module = module
+        self.run_dir = run_dir
+        self.state = WAITING
+        self.restarts = 0
+        self.crashes_in_a_row = 0
+        self.exit_code: int | None = None
+        self.not_before = 0.0
+        self.started_at = 0.0
+        self.ready_at: float | None = None
+        self.was_ever_ready = False
+        self.kill_at = 0.0
+        self.restart_asked = False
+        self.reply: dict[str, Any] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def name(self) -> str:
+        """target0, drafter1, ..."""
+        return self.placement.name
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the present life."""
+        return self._process.pid if self._process else None
+
+    @property
+    def socket(self) -> Path:
+        """Its control socket."""
+        return socket_path(self.run_dir, self.placement.role, self.placement.rank)
+
+    def spawn(self) -> None:
+        """Start a life; its output is appended to its log."""
+        path = log_path(self.run_dir, self.name)
+        command = [
+            sys.executable,
+            "-m",
+            self.module,
+            "--run-dir",
+            str(self.run_dir),
+            "--rank",
+            str(self.placement.rank),
+        ]
+        with path.open("ab") as log:
+            self._log_start = log.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment() | self.placement.environment,
+                start_new_session=True,
+            )
+        self.reply = {}
+        self.exit_code = None
+        self.ready_at = None
+        self.restart_asked = False
+        self.started_at = time.monotonic()
+        self.state = STARTING
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process has left, after ending whatever it left behind in its session."""
+        process = self._process
+        if process is None:
+            return None
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        kill_session(process.pid)  # before it is reaped, so that the number cannot belong to anyone else
+        self.exit_code = process.wait()
+        self._process = None
+        return self.exit_code
+
+    def refresh(self) -> None:
+        """Ask the process for its status; runs in the watcher's thread."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            reply = ask(self.socket, "status", _STOP_ACK_S)
+        except OpsError:
+            return  # still importing, busy, or just gone; poll() knows which
+        if reply.get("pid") == process.pid:
+            self.reply = reply
+
+    @property
+    def reports_ready(self) -> bool:
+        """Whether this life has said that it is ready."""
+        return self.reply.get("pid") == self.pid and self.reply.get("state") in _READY_STATES
+
+    @property
+    def work_is_done(self) -> bool:
+        """Whether an exit with code 0 means what it should: final.json is written, or the target had no packs left."""
+        if self.placement.role == TARGET:
+            return self.reply.get("state") == "finished"
+        return self.placement.rank > 0 or (self.run_dir / FINAL_FILE).exists()
+
+    def ask_to_stop(self, limit_s: float) -> None:
+        """Ask for a graceful stop by control, else by SIGTERM; to be killed after `limit_s`."""
+        if self._process is None:
+            if self.state not in (FINISHED, STOPPED):
+                self.state = STOPPED
+            return
+        if self.state != STOPPING:
+            self.kill_at = time.monotonic() + limit_s
+        self.state = STOPPING
+        try:
+            ask(self.socket, "stop", _STOP_ACK_S)
+        except OpsError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process and its session at once; also ends a stopped (SIGSTOP) one."""
+        if self._process is not None and self._process.returncode is None:
+            kill_session(self._process.pid)
+
+    def log_tail(self, count: int = 20) -> list[str]:
+        """Return the last log lines of this life."""
+        return last_lines(log_path(self.run_dir, self.name), count, self._log_start)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything `status` says about this process."""
+        pid = self.pid
+        seen = process_state(pid) if pid else None
+        said = {
+            key: value for key, value in self.reply.items() if key not in ("role", "rank", "pid", "state", "started")
+        }
+        return {
+            "name": self.name,
+            "role": self.placement.role,
+            "rank": self.placement.rank,
+            "pid": pid,
+            "state": "suspended" if seen and seen[0] in "Tt" else self.state,
+            "says": self.reply.get("state"),
+            "step": None,
+            "device": "cpu" if self.placement.gpu is None else f"GPU {self.placement.gpu}",
+            "threads": self.placement.threads,
+            "restarts": self.restarts,
+            "exit_code": self.exit_code,
+        } | said
+
+
+def child_environment() -> dict[str, str]:
+    """Environment of every process of the run: unbuffered output, our packages importable, the launcher to watch."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHER_ENV: launcher_mark(),
+    }
+
+
+def kill_session(pid: int) -> None:
+    """Kill the process group of a session leader that has not been reaped yet."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def exit_words(code: int) -> str:
+    """Word an exit status: `code 3`, or the signal that ended it."""
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,162 @@
+"""The launcher's control socket: what other terminals may ask of a run.
+
+Runs in its own thread. What concerns living processes is passed on to them and their acknowledgements make the reply;
+restarts and the stop are left to the main thread, which alone starts processes, and acknowledged as accepted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.load import ConfigError
+from configs.schema import Config
+from ops.changes import change_live, change_on_restart
+from ops.child import Child
+from ops.errors import OpsError, Refused
+from ops.messages import Request, Server, ask
+from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dir, socket_path
+from ops.supervisor import Supervisor
+from shm_ring import Ring, Snapshot
+
+_CHILD_ACK_S = 3.0
+
+
+class Commander:
+    """Answers status and commands for one run, from before preparation until the end."""
+
+    def __init__(self, config: Config, run_dir: Path, launcher_pid: int, on_stop: Callable[[], None]) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.state = "preparing"
+        self._pid = launcher_pid
+        self._on_stop = on_stop
+        self._began = time.time()
+        self._supervisor: Supervisor | None = None
+        self._rings: Sequence[Ring] = ()
+        self._rings_lock = threading.Lock()
+        runtime_dir(run_dir, create=True)
+        self._server = Server(socket_path(run_dir, LAUNCHER), self._handle)
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+    def watch(self, supervisor: Supervisor | None, rings: Sequence[Ring]) -> None:
+        """Take the processes and rings to speak of; with () the rings are no longer touched after the return."""
+        with self._rings_lock:
+            self._supervisor = supervisor
+            self._rings = rings
+
+    def snapshots(self) -> list[Snapshot]:
+        """Look into every ring."""
+        with self._rings_lock:
+            return [ring.snapshot() for ring in self._rings]
+
+    def status(self) -> dict[str, Any]:
+        """Everything there is to say about the run."""
+        supervisor = self._supervisor
+        rings = [ring_values(snapshot) for snapshot in self.snapshots()]
+        return {
+            "run": self.run_dir.name,
+            "run_dir": str(self.run_dir),
+            "state": "paused" if self.state == "running" and supervisor and supervisor.paused else self.state,
+            "launcher_pid": self._pid,
+            "uptime_s": round(time.time() - self._began, 1),
+            "occupancy": sum(ring["occupancy"] for ring in rings),
+            "processes": supervisor.describe() if supervisor else [],
+            "rings": rings,
+        }
+
+    def _handle(self, request: Request) -> dict[str, Any]:
+        if request.command == "status":
+            return self.status()
+        if request.command == "stop":
+            self._on_stop()
+            return {"accepted": True}
+        supervisor = self._supervisor
+        if supervisor is None or self.state not in ("starting", "running"):
+            raise Refused(f"run {self.run_dir.name!r} is {self.state}: '{request.command}' needs its processes running")
+        try:
+            return self._command(supervisor, request)
+        except ConfigError as error:
+            raise Refused("\n".join(error.problems)) from None
+
+    def _command(self, supervisor: Supervisor, request: Request) -> dict[str, Any]:
+        overrides = [str(each) for each in request.args.get("set", [])]
+        if request.command == "restart":
+            return self._restart(supervisor, request.args, overrides)
+        if request.command in ("pause", "resume"):
+            supervisor.paused = request.command == "pause"
+            return _pass_on(supervisor.children, request.command)
+        if request.command == "checkpoint":
+            return _pass_on(supervisor.side(DRAFTER), "checkpoint")
+        if request.command == "set":
+            self.config, values = change_live(self.run_dir, self.config, overrides)
+            return _pass_on(supervisor.children, "set", **values) | {"settings": values}
+        raise Refused(f"the launcher does not know the command {request.command!r}")
+
+    def _restart(self, supervisor: Supervisor, args: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+        role, rank = str(args.get("role")), args.get("rank")
+        if role not in (TARGET, DRAFTER):
+            raise Refused(f"restart {role!r}: expected target, target:K or drafter")
+        if role == TARGET and rank is not None and rank not in [c.placement.rank for c in supervisor.side(TARGET)]:
+            raise Refused(f"restart target:{rank}: this run has targets 0 to {len(supervisor.side(TARGET)) - 1}")
+        self.config = change_on_restart(self.run_dir, self.config, overrides, role)
+        before = {child.name: child.pid for child in supervisor.side(role)}
+        accepted = supervisor.want_restart(role, rank)
+        return {"accepted": [child.name for child in accepted], "pids": before}
+
+
+def _pass_on(children: Sequence[Child], command: str, **args: Any) -> dict[str, Any]:
+    """Send a command to living processes; returns who acknowledged and who did not, with the reason."""
+    done, failed = [], {}
+    for child in children:
+        if child.pid is None:
+            continue
+        try:
+            ask(child.socket, command, _CHILD_ACK_S, **args)
+            done.append(child.name)
+        except OpsError as error:
+            failed[child.name] = str(error)
+    return {"done": done, "failed": failed}
+
+
+def ring_values(snapshot: Snapshot) -> dict[str, Any]:
+    """Turn a snapshot into what `status` and `dashboard --json` show of a ring."""
+    ends = [snapshot.producer, *snapshot.consumers]
+    return {
+        "name": snapshot.name,
+        "ring_index": snapshot.ring_index,
+        "num_slots": snapshot.num_slots,
+        "occupancy": snapshot.occupancy,
+        "free": snapshot.free,
+        "ready": snapshot.ready,
+        "held": snapshot.held,
+        "slots": [{"state": slot.state, "consumer": slot.consumer, "seq": slot.seq} for slot in snapshot.slots],
+        "published": snapshot.published,
+        "released": snapshot.released,
+        "rejected": snapshot.rejected,
+        "published_bytes": snapshot.published_bytes,
+        "end_of_data": snapshot.end_of_data,
+        "blocked_s": round(snapshot.blocked_s, 3),
+        "starved_s": round(snapshot.starved_s, 3),
+        "attached": [
+            {
+                "role": end.role if end.consumer_id is None else f"consumer {end.consumer_id}",
+                "pid": end.pid,
+                "state": "stopped" if end.stopped else "running" if end.alive else "gone",
+                "heartbeat_age_s": None if end.heartbeat_age_s is None else round(end.heartbeat_age_s, 3),
+                "attaches": end.attaches,
+            }
+            for end in ends
+            if end.attaches
+        ],
+    }

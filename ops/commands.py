@@ -1,0 +1,156 @@
+"""What the subcommands of launch.py do in another terminal: find the run, ask its launcher, say what came of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ops.errors import NoAnswer, NotRunning, Refused
+from ops.locks import holder_pid
+from ops.messages import ask
+from ops.metrics_reader import MetricsReader
+from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_root, socket_path
+from ops.run_folder import find_run, last_lines, launcher_pid, read_json
+from shm_ring import Ring
+from shm_ring.names import segments_of_run
+
+_POLL_S = 0.1
+_STOP_LIMIT_S = 60.0
+
+
+def command(run_dir: Path, name: str, timeout_s: float = 10.0, **args: Any) -> dict[str, Any]:
+    """Send a command to the run's launcher; raises NotRunning that says what state the run is in."""
+    pid = launcher_pid(run_dir)
+    if not pid:
+        raise NotRunning(f"run {run_dir.name!r} is not running ({past_state(run_dir)}); '{name}' needs a running one")
+    try:
+        return ask(socket_path(run_dir, LAUNCHER), name, timeout_s, **args)
+    except NotRunning:
+        raise NoAnswer(f"the launcher of run {run_dir.name!r} (pid {pid}) is starting or ending; try again") from None
+
+
+def past_state(run_dir: Path) -> str:
+    """Word what became of a run that has no launcher: finished, crashed with left-overs, or ended."""
+    if read_json(run_dir / "summary.json"):
+        return "finished"
+    if segments_of_run(run_dir.name):
+        return "its launcher died; 'python launch.py clean' removes what it left, a new launch continues it"
+    return "ended before it was finished"
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """Return the run's status: its launcher's answer, or what the files say if there is none."""
+    try:
+        return command(run_dir, "status")
+    except NotRunning:
+        return _status_from_files(run_dir)
+
+
+def status_lines(values: dict[str, Any]) -> list[str]:
+    """Word a status for people: one line for the run, one per process, one per ring."""
+    lines = [f"run {values['run']}: {values['state']}, launcher pid {values['launcher_pid'] or 'none'}"]
+    for process in values["processes"]:
+        step = "" if process.get("step") is None else f", step {process['step']}"
+        again = f", {process['restarts']} restarts" if process.get("restarts") else ""
+        lines.append(f"  {process['name']}: {process['state']}, pid {process.get('pid') or 'none'}{step}{again}")
+    for ring in values["rings"]:
+        lines.append(
+            f"  ring {ring['ring_index']}: occupancy {ring['occupancy']}/{ring['num_slots']} "
+            f"({ring['ready']} READY, {ring['held']} HELD), {ring['published']} published, {ring['released']} released"
+        )
+    return lines
+
+
+def stop(run_dir: Path) -> str:
+    """Stop a run and wait until its launcher has left; a run that is not running is no error."""
+    try:
+        command(run_dir, "stop")
+    except NotRunning:
+        return f"run {run_dir.name!r} is not running ({past_state(run_dir)})"
+    began = time.monotonic()
+    while launcher_pid(run_dir):
+        if time.monotonic() - began > _STOP_LIMIT_S:
+            raise NoAnswer(f"run {run_dir.name!r} was asked to stop, but its launcher is still there; see its log")
+        time.sleep(_POLL_S)
+    return f"run {run_dir.name!r} stopped after {time.monotonic() - began:.1f} s"
+
+
+def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float) -> list[str]:
+    """Restart one side and wait until it is ready again; returns a line per process. Raises Refused, NoAnswer."""
+    role, colon, rank = which.partition(":")
+    if role not in (TARGET, DRAFTER) or (colon and (role != TARGET or not rank.isdigit())):
+        raise Refused(f"restart {which!r}: expected drafter, target or target:K")
+    began = time.monotonic()
+    reply = command(run_dir, "restart", role=role, rank=int(rank) if colon else None, set=list(overrides))
+    waiting = {name: reply["pids"].get(name) for name in reply["accepted"]}
+    lines = []
+    while waiting:
+        if time.monotonic() - began > limit_s:
+            raise NoAnswer(f"{', '.join(waiting)} not ready again within {limit_s:g} s; see {run_dir}/logs")
+        time.sleep(_POLL_S)
+        now = {process["name"]: process for process in command(run_dir, "status")["processes"]}
+        for name, old in list(waiting.items()):
+            process = now[name]
+            if process["pid"] not in (None, old) and process["state"] == "running":
+                lines.append(
+                    f"{name}: pid {old} -> {process['pid']}, ready again after {time.monotonic() - began:.1f} s"
+                )
+                del waiting[name]
+    return lines
+
+
+def passed_on(reply: dict[str, Any], name: str) -> list[str]:
+    """Word who acknowledged a command; raises NoAnswer if a process did not."""
+    if reply["failed"]:
+        raise NoAnswer("; ".join(f"{who}: {why}" for who, why in reply["failed"].items()))
+    return [f"{name}: {', '.join(reply['done']) or 'no process is there to hear it'}"]
+
+
+def clean() -> list[str]:
+    """Remove rings and sockets of which no process lives; living ones are listed and left alone."""
+    lines = [f"{name}: {what}" for name, what in Ring.clean()]
+    root = runtime_root()
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        holders = {path.stem: pid for path in folder.glob("*.lock") if (pid := holder_pid(path))}
+        if holders:
+            lines.append(f"{folder}: live, held by " + ", ".join(f"{who} pid {pid}" for who, pid in holders.items()))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            lines.append(f"{folder}: removed")
+    return lines or ["nothing to clean"]
+
+
+def as_json(values: dict[str, Any]) -> str:
+    """Print a status as one JSON object."""
+    return json.dumps(values)
+
+
+def _status_from_files(run_dir: Path) -> dict[str, Any]:
+    metrics = MetricsReader(run_dir)
+    metrics.poll()
+    processes = [
+        {"name": f"{role}{rank}", "role": role, "rank": rank, "pid": None, "state": "gone"} | _without_identity(record)
+        for (role, rank), record in sorted(metrics.latest.items())
+    ]
+    return {
+        "run": run_dir.name,
+        "run_dir": str(run_dir.absolute()),
+        "state": past_state(run_dir),
+        "launcher_pid": None,
+        "uptime_s": None,
+        "occupancy": 0,
+        "processes": processes,
+        "rings": [],
+        "last_lines": last_lines(run_dir / "logs" / f"{LAUNCHER}.log", 3),
+    }
+
+
+def _without_identity(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("time", "role", "rank")}
+
+
+__all__ = ["as_json", "clean", "command", "find_run", "passed_on", "restart", "status", "status_lines", "stop"]

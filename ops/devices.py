@@ -1,0 +1,129 @@
+"""Which process runs where: one placement per producer and consumer, each seeing exactly its device.
+
+GPUs are counted without torch or CUDA, so that nothing is initialised in the launcher. A process is given one GPU by
+CUDA_VISIBLE_DEVICES and calls it cuda:0 (DFLASH_DEVICE); a CPU process sees none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs.load import ConfigError
+from configs.schema import Config
+from ops.paths import DRAFTER, TARGET, label
+
+_SMI_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One process of the run and its place. `gpu` is what CUDA_VISIBLE_DEVICES gets, None on the CPU."""
+
+    role: str
+    rank: int
+    gpu: str | None
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """target0, drafter1, ..."""
+        return label(self.role, self.rank)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that pin the process to its place."""
+        return {
+            "CUDA_VISIBLE_DEVICES": self.gpu or "",
+            "DFLASH_DEVICE": "cpu" if self.gpu is None else "cuda:0",
+            "OMP_NUM_THREADS": str(self.threads),
+        }
+
+    @property
+    def line(self) -> str:
+        """One line of the printed map."""
+        return f"{self.name}: {'cpu' if self.gpu is None else f'GPU {self.gpu}'}, {self.threads} threads"
+
+
+@dataclass(frozen=True)
+class Map:
+    """All placements of a run, and what is doubtful about them."""
+
+    placements: tuple[Placement, ...]
+    warnings: tuple[str, ...] = field(default=())
+
+    def of(self, role: str) -> tuple[Placement, ...]:
+        """Placements of one side."""
+        return tuple(place for place in self.placements if place.role == role)
+
+
+def find_gpus() -> list[str]:
+    """List the ids of the GPUs that this process may use: CUDA_VISIBLE_DEVICES where set, else all of the machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return [str(number) for number in range(len(list(folder.iterdir())))]
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(number) for number, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def place(config: Config, gpus: list[str], cores: int) -> Map:
+    """Give every process its device and threads; raises ConfigError for devices that are not there."""
+    asked = [(TARGET, rank, text) for rank, text in enumerate(config.target.devices)]
+    asked += [(DRAFTER, rank, text) for rank, text in enumerate(config.training.devices)]
+    problems = [f"{_key(role)}: {why}" for role, _, text in asked if (why := _problem(text, gpus))]
+    if not config.target.devices or not config.training.devices:
+        problems.append("target.devices and training.devices: expected at least one entry each")
+    if problems:
+        raise ConfigError(problems)
+    used = Counter(gpus[int(text[5:])] for _, _, text in asked if text.startswith("cuda:"))
+    share = max(1, cores // len(asked))
+    placements = []
+    for role, rank, text in asked:
+        gpu = gpus[int(text[5:])] if text.startswith("cuda:") else None
+        if text == "auto" and gpus:
+            gpu = min(gpus, key=lambda each: used[each])
+            used[gpu] += 1
+        threads = (config.target.threads if role == TARGET else config.training.threads) or share
+        placements.append(Placement(role, rank, gpu, threads))
+    return Map(tuple(placements), tuple(_warnings(placements, cores)))
+
+
+def _key(role: str) -> str:
+    return "target.devices" if role == TARGET else "training.devices"
+
+
+def _problem(text: str, gpus: list[str]) -> str:
+    if text in ("cpu", "auto"):
+        return ""
+    if not re.fullmatch(r"cuda:[0-9]{1,4}", text):
+        return f"expected cpu, auto or cuda:N, got {text!r}"
+    if int(text[5:]) >= len(gpus):
+        seen = f"GPUs {', '.join(gpus)}" if gpus else "no GPU"
+        return f"{text} asked, but {len(gpus)} can be used here ({seen}); correct the list or CUDA_VISIBLE_DEVICES"
+    return ""
+
+
+def _warnings(placements: list[Placement], cores: int) -> list[str]:
+    warnings = []
+    for gpu in dict.fromkeys(place.gpu for place in placements if place.gpu is not None):
+        sharing = [place.name for place in placements if place.gpu == gpu]
+        if len(sharing) > 1:
+            warnings.append(f"GPU {gpu} is shared by {', '.join(sharing)}: they compete for its memory and time")
+    total = sum(place.threads for place in placements)
+    if total > max(cores, len(placements)):
+        warnings.append(
+            f"{total} threads on {cores} cores: the processes compete; lower target.threads or training.threads"
+        )
+    return warnings

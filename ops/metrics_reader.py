@@ -1,0 +1,88 @@
+"""Follow a run's metrics.jsonl: the latest line, a short history and running means of each process."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ops.telemetry import METRICS_FILE
+
+HISTORY = 600
+_CHUNK = 1 << 20
+Key = tuple[str, int]
+
+
+class MetricsReader:
+    """Reads what was appended since the last poll(); torn lines are skipped, an unfinished one waits for its end."""
+
+    def __init__(self, run_dir: Path, start: int | None = None, history: int = HISTORY) -> None:
+        """Begin at byte `start` of the file; None: at most the last MiB of what is there."""
+        self.path = run_dir / METRICS_FILE
+        size = self.path.stat().st_size if self.path.exists() else 0
+        self._at = max(0, size - _CHUNK) if start is None else start
+        self._rest = b""
+        self._skip_first = start is None and self._at > 0
+        self._history = history
+        self.first: dict[Key, dict[str, Any]] = {}
+        self.latest: dict[Key, dict[str, Any]] = {}
+        self.series: dict[Key, deque[dict[str, Any]]] = {}
+        self._sums: dict[tuple[Key, str], tuple[float, int]] = {}
+
+    def poll(self) -> int:
+        """Read new lines; return how many there were."""
+        count = 0
+        for record in self._new_records():
+            role, rank = record.get("role"), record.get("rank")
+            if not isinstance(role, str) or not isinstance(rank, int):
+                continue
+            key = (role, rank)
+            self._add(key, record)
+            count += 1
+        return count
+
+    def mean(self, role: str, name: str) -> float | None:
+        """Mean of a number over the lines of each process but its first (warm-up), summed over the processes."""
+        means = [total / count for (key, what), (total, count) in self._sums.items() if (key[0], what) == (role, name)]
+        return sum(means) if means else None
+
+    def now(self, role: str, name: str) -> list[float]:
+        """Latest value of a number in each process of a role that has it."""
+        values = [record.get(name) for key, record in sorted(self.latest.items()) if key[0] == role]
+        return [float(value) for value in values if isinstance(value, (int, float))]
+
+    def _add(self, key: Key, record: dict[str, Any]) -> None:
+        for name in ("tokens_per_s", "starved_pct", "blocked_pct"):
+            value = record.get(name)
+            if isinstance(value, (int, float)):
+                total, seen = self._sums.get((key, name), (0.0, 0))
+                is_second = seen == 1 and len(self.series.get(key, ())) == 1
+                self._sums[key, name] = (value, 1) if is_second else (total + value, seen + 1)
+        self.first.setdefault(key, record)
+        self.latest[key] = record
+        self.series.setdefault(key, deque(maxlen=self._history)).append(record)
+
+    def _new_records(self) -> Iterator[dict[str, Any]]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if file.seek(0, 2) < self._at:  # replaced by a shorter file
+                self._at, self._rest = 0, b""
+            file.seek(self._at)
+            while chunk := file.read(_CHUNK):
+                self._at += len(chunk)
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                for line in lines:
+                    if self._skip_first:
+                        self._skip_first = False
+                        continue
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(record, dict):
+                        yield record

@@ -1,0 +1,78 @@
+"""The run's shared memory: one ring per producer and the board, made before and removed after everything else.
+
+Left-overs of a crashed launch of the same name are removed, not resumed: any producer can make any pack again, and the
+journal says which are trained, so all that is lost is the extraction of at most num_slots packs.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+from ops.errors import RunTaken
+from shm_ring import Board, Ring, SlotSpec, ring_name
+from shm_ring.errors import RingMissing
+
+_LEAVE_S = 12.0
+_POLL_S = 0.1
+
+
+class Rings:
+    """The rings and the board of a run, held by the launcher; a context manager that removes them."""
+
+    def __init__(self, run: str, spec: SlotSpec, num_rings: int, num_slots: int) -> None:
+        """Make them; raises NoSharedMemory before anything is loaded if they do not fit."""
+        run_id = uuid.uuid4().bytes
+        self.rings: list[Ring] = []
+        with ExitStack() as undo:
+            self.board = Board.create(run, spec, num_rings, run_id)
+            undo.callback(_remove, self.board)
+            for k in range(num_rings):
+                ring = Ring.create(ring_name(run, k), spec, num_slots=num_slots, ring_index=k, run_id=run_id)
+                undo.callback(_remove, ring)
+                self.rings.append(ring)
+            self._undo = undo.pop_all()
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of all rings."""
+        return sum(ring.nbytes for ring in self.rings)
+
+    def __enter__(self) -> Rings:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._undo.close()
+
+
+def clean_left_overs(run: str, say: Callable[[str], None], stopping: Callable[[], bool] = lambda: False) -> None:
+    """Remove the segments of a crashed launch of this run; its orphans get some seconds to leave.
+
+    Raises RunTaken with the pids of processes that still use them.
+    """
+    give_up = time.monotonic() + _LEAVE_S
+    while True:
+        found = Ring.clean_run(run)
+        removed = [name for name, what in found if what == "removed"]
+        live = [f"{name} {what}" for name, what in found if what != "removed"]
+        if removed:
+            say(f"removed {len(removed)} left-over segments of an earlier launch: {', '.join(removed)}")
+        if not live:
+            return
+        if time.monotonic() > give_up or stopping():
+            raise RunTaken(
+                f"processes of an earlier launch of run {run!r} are still there: {'; '.join(live)}; end them"
+            )
+        time.sleep(_POLL_S)
+
+
+def _remove(segment: Ring | Board) -> None:
+    try:
+        segment.unlink()
+    except RingMissing:
+        pass  # someone cleaned it away already
+    finally:
+        segment.close()

@@ -1,0 +1,70 @@
+"""The end of a run: summary.json and the table that the launcher prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from configs.run_files import write_atomically
+from ops.metrics_reader import MetricsReader
+from ops.paths import DRAFTER, TARGET
+from ops.run_folder import read_json
+
+HELDOUT_KEYS = ("before", "after", "bigram", "zero_context")
+
+
+def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
+    """Gather the run's results: final.json and heldout.json first, metrics where they are silent; null if unknown."""
+    final = read_json(run_dir / "final.json")
+    heldout = read_json(run_dir / "heldout.json")
+    first = metrics.first.get((DRAFTER, 0), {})
+    latest = metrics.latest.get((DRAFTER, 0), {})
+    summary: dict[str, Any] = {
+        "loss_first": final.get("loss_first", first.get("loss")),
+        "loss_last": final.get("loss_last", latest.get("loss")),
+    }
+    for key in HELDOUT_KEYS:
+        name = f"heldout_accept_len_{key}"
+        summary[name] = heldout.get(name)
+    summary |= {
+        "target_tokens_per_s": _rounded(final.get("target_tokens_per_s", metrics.mean(TARGET, "tokens_per_s"))),
+        "drafter_tokens_per_s": _rounded(final.get("drafter_tokens_per_s", metrics.mean(DRAFTER, "tokens_per_s"))),
+        "steps": final.get("steps", latest.get("step")),
+        "packs_trained": final.get("packs_trained", latest.get("packs_trained")),
+        "checkpoint": final.get("checkpoint", latest.get("checkpoint")),
+    }
+    return summary
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json."""
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def end_table(run: str, summary: dict[str, Any]) -> Table:
+    """Draw the final table."""
+    table = Table(title=f"run {run}", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("loss, first -> last", f"{_shown(summary['loss_first'], 3)} -> {_shown(summary['loss_last'], 3)}")
+    before, after, bigram, zero = (summary[f"heldout_accept_len_{key}"] for key in HELDOUT_KEYS)
+    table.add_row("held-out accepted length, before -> after", f"{_shown(before, 3)} -> {_shown(after, 3)}")
+    table.add_row("  bigram table", _shown(bigram, 3))
+    table.add_row("  same drafter, context zeroed", _shown(zero, 3))
+    table.add_row("target tokens/s", _shown(summary["target_tokens_per_s"], 0))
+    table.add_row("drafter tokens/s", _shown(summary["drafter_tokens_per_s"], 0))
+    table.add_row("steps", _shown(summary["steps"], 0))
+    table.add_row("packs trained", _shown(summary["packs_trained"], 0))
+    table.add_row("checkpoint", str(summary["checkpoint"] or "none"))
+    return table
+
+
+def _rounded(value: Any) -> float | None:
+    return round(float(value), 1) if isinstance(value, (int, float)) else None
+
+
+def _shown(value: Any, digits: int) -> str:
+    return f"{value:,.{digits}f}" if isinstance(value, (int, float)) else "not measured"

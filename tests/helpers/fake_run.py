@@ -1,0 +1,49 @@
+"""What the fake processes share: their knobs (environment variable FAKE, a JSON object) and a tiny pack.
+
+The fakes are real processes on the real ring, control and telemetry; only the models are missing. Knobs:
+  steps        steps until the drafter is done (default 20)      step_s    duration of a drafter step (0.01)
+  every        steps between its checkpoints (5)                 pack_s    duration of a target's pack (0)
+  slow_stop    role that ignores a stop                          start_exit  {"target0": code} left with at start
+  start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
+  heldout      values of heldout.json                            prepare_exit  code of preparation
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shm_ring import Field, SlotSpec
+
+SPEC = SlotSpec((Field("input_ids", "int32", (16,)),), {"fake": 1})
+STAY_S = 0.02
+
+
+def knobs() -> dict[str, Any]:
+    """Read the knobs."""
+    values: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
+    return values
+
+
+def leave_at_start(name: str, run_dir: Path) -> None:
+    """Leave with the code that the knobs ask for, after 30 lines of log."""
+    asked = knobs()
+    code = asked.get("start_exit", {}).get(name)
+    mark = run_dir / f"{name}.started"
+    if code is None and not mark.exists():
+        code = asked.get("start_once", {}).get(name)
+    mark.touch()
+    if code is not None:
+        for number in range(30):
+            print(f"{name} line {number}")
+        print(f"{name}: no such target: /does/not/exist", flush=True)
+        sys.exit(int(code))
+
+
+def rest(seconds: float) -> None:
+    """Stand for work of a known duration."""
+    time.sleep(seconds)
