@@ -134,7 +134,10 @@ def read_slots(segment: Segment) -> tuple[SlotState, ...]:
 
 
 def take_pack_ids(segment: Segment) -> frozenset[int]:
-    """Return the pack ids in the READY and HELD slots; a header rewritten during the read is read again."""
+    """Return the pack ids in the READY and HELD slots; a header rewritten during the read is read again.
+
+    A slot released meanwhile counts while its header is still that of the pack.
+    """
     found = set()
     for index in range(segment.num_slots):
         address = segment.words_address + 8 * index
@@ -143,7 +146,9 @@ def take_pack_ids(segment: Segment) -> frozenset[int]:
             pack_id = layout.unpack_slot_header(segment.buffer, index).pack_id
             again = atomics.load_u64(address)
             if layout.word_seq(again) == layout.word_seq(value):
-                found.add(pack_id)
+                header_seq = layout.unpack_slot_header(segment.buffer, index).seq
+                if layout.word_state(again) != FREE or header_seq == layout.word_seq(value):
+                    found.add(pack_id)
                 break
             value = again
     return frozenset(found)
