@@ -1,0 +1,302 @@
+"""The DFlash drafter: what its layers compute, and its weights by their public names. docs/drafter.md has the formulas.
+
+Knows nothing of packs, anchors, masks or losses: attention is a callable that is handed in, and so are rotations.
+The steps between matrix products (norms, rotation, gating) are plain functions held in `Pieces`, so that they can be
+compiled one by one; the products are in linear.py.
+
+Shapes: T context tokens, A anchors, B block slots, Q = A*B block rows, H hidden, K taps, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from consumer.linear import ContextProjection, Projection
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+"""(q [heads, Q, D], k and v [kv heads, T + Q, D] with the context first, layer type) -> [heads, Q, D]."""
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """Everything that fixes the drafter's tensors and its arithmetic; refuses impossible values when built."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_taps: int
+    block_size: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    sliding_causal: bool
+    rms_eps: float
+    rope_theta: float
+    mask_token_id: int
+    vocab_size: int
+    draft_vocab_size: int | None = None
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse(self.attention_bias, "attention_bias: the drafter has none, got true")
+        _refuse(self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads, {self.num_kv_heads} kv heads")
+        _refuse(self.head_dim % 2 != 0, f"head_dim must be even for the rotation, got {self.head_dim}")
+        _refuse(self.block_size < 2, f"block_size must be at least 2, got {self.block_size}")
+        _refuse(
+            len(self.layer_types) != self.num_layers,
+            f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers",
+        )
+        for kind in self.layer_types:
+            _refuse(kind not in (SLIDING, FULL), f"unknown layer type {kind!r}")
+        _refuse(
+            SLIDING in self.layer_types and self.sliding_window < self.block_size,
+            f"sliding_window must be at least the block size {self.block_size}, got {self.sliding_window}",
+        )
+        _refuse(
+            not 0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is no row of the embedding ({self.vocab_size} rows)",
+        )
+        _refuse(self.rope_theta <= 0, f"rope_theta must be positive, got {self.rope_theta}")
+
+    def window_of(self, layer_type: str) -> int | None:
+        """Return the window of a kind of layer; None where it sees the whole document before the anchor."""
+        return self.sliding_window if layer_type == SLIDING else None
+
+    def causal_of(self, layer_type: str) -> bool:
+        """Tell whether a kind of layer is causal inside the block; full layers never are."""
+        return self.sliding_causal and layer_type == SLIDING
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters."""
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden * (2 * heads + 2 * kv + 3 * self.intermediate) + 2 * self.hidden + 2 * self.head_dim
+        return self.num_layers * layer + self.num_taps * self.hidden**2 + 2 * self.hidden
+
+
+def _refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(f"drafter shape: {message}")
+
+
+def layer_types_of(layout: str, num_layers: int) -> tuple[str, ...]:
+    """Spell a layout out: "sliding" all sliding, "full" all full, "mixed" all sliding but the last."""
+    kinds = {
+        "sliding": [SLIDING] * num_layers,
+        "full": [FULL] * num_layers,
+        "mixed": [SLIDING] * (num_layers - 1) + [FULL],
+    }
+    if layout not in kinds:
+        raise ValueError(f"drafter layout: expected sliding, mixed or full, got {layout!r}")
+    return tuple(kinds[layout])
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each row's rotation, [R, D] float32 (both halves of D alike)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(position_R: Tensor, head_dim: int, theta: float) -> Rotation:
+    """Rotary angles of integer positions: plain rotate-half over the whole head, one theta, no scaling."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_R.device) / head_dim
+    angle = position_R.to(torch.float32)[:, None] * torch.exp(-math.log(theta) * exponent)
+    angle = torch.cat([angle, angle], dim=-1)
+    return Rotation(angle.cos(), angle.sin())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide by the root mean square over the last dimension and scale; computed in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add `update` to the residual stream and norm the sum; returns both."""
+    total = x + update
+    return total, rms_norm(total, weight, eps)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """SwiGLU of [R, 2*I], gate first: silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads [R, heads, D] by float32 angles [R, D]; computed in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.chunk(2, dim=-1)
+    return (wide * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]).to(x.dtype)
+
+
+def heads(
+    qkv: Tensor, kv_context: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, rotate and lay out the heads.
+
+    Shapes: qkv [Q, q|k|v], kv_context [T, k|v], cos and sin [T + Q, D] (context first)
+    -> q [heads, Q, D], k and v [kv heads, T + Q, D].
+    """
+    head_dim, kv_width = q_weight.shape[0], kv_context.shape[1] // 2
+    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=-1)
+    k_context, v_context = kv_context.chunk(2, dim=-1)
+    k = torch.cat([k_context, k]).unflatten(-1, (-1, head_dim))
+    v = torch.cat([v_context, v]).unflatten(-1, (-1, head_dim))
+    num_context = kv_context.shape[0]
+    q = _turned(rms_norm(q.unflatten(-1, (-1, head_dim)), q_weight, eps), cos[num_context:], sin[num_context:])
+    k = _turned(rms_norm(k, k_weight, eps), cos, sin)
+    return q.transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+
+
+@dataclass
+class Pieces:
+    """The functions between the matrix products; replaced by their compiled twins on a GPU."""
+
+    rms_norm: Callable[..., Tensor] = rms_norm
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
+    gated: Callable[..., Tensor] = gated
+    heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
+
+
+class Norm(nn.Module):
+    """Weight of an RMS norm."""
+
+    def __init__(self, size: int) -> None:
+        """Start at one."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Attention(nn.Module):
+    """Weights of one attention layer, q, k and v first and side by side."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        """Allocate the weights of `shape`."""
+        super().__init__()
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, q_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, shape.hidden, bias=False)
+        self.q_norm = Norm(shape.head_dim)
+        self.k_norm = Norm(shape.head_dim)
+        self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv_and_context = ContextProjection(self.qkv)
+        self.out = Projection(self.o_proj)
+
+
+class Mlp(nn.Module):
+    """Weights of the gated feed-forward part."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        """Allocate the weights of `shape`."""
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+        self.gate_up = Projection(self.gate_proj, self.up_proj)
+        self.down = Projection(self.down_proj)
+
+
+class Layer(nn.Module):
+    """Weights of one drafter layer."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        """Allocate the weights of `shape`."""
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden)
+        self.post_attention_layernorm = Norm(shape.hidden)
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+
+
+class Drafter(nn.Module):
+    """The trained part of DFlash; embedding and head belong to the target (frozen_head.py)."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        """Allocate the weights of `shape` and set initial values (seed 0; see reset_parameters)."""
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.fc = nn.Linear(shape.num_taps * shape.hidden, shape.hidden, bias=False)
+        self.hidden_norm = Norm(shape.hidden)
+        self.norm = Norm(shape.hidden)
+        self.taps = Projection(self.fc)
+        self.pieces = Pieces()
+        self.reset_parameters(torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Set initial weights: matrices normal with deviation 0.02, norms one."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+
+    def projections(self) -> list[Projection]:
+        """List every product whose weights lie side by side."""
+        found = [self.taps]
+        for layer in self._layers():
+            found += [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
+        return found
+
+    def _layers(self) -> list[Layer]:
+        return [cast(Layer, layer) for layer in self.layers]
+
+    def context(self, features: Tensor) -> Tensor:
+        """Project features [.., T, K*H] to g [.., T, H], which every layer reads unchanged."""
+        projected = self.taps(features.reshape(-1, features.shape[-1]))
+        g = self.pieces.rms_norm(projected, self.hidden_norm.weight, self.shape.rms_eps)
+        return g.reshape(*features.shape[:-1], -1)
+
+    def forward(
+        self,
+        block_x: Tensor,
+        g: Tensor,
+        block_position: Tensor,
+        context_position: Tensor,
+        attend: Attend,
+        predicted_only: bool = False,
+    ) -> Tensor:
+        """Run the layers over the block rows and return their states after the final norm.
+
+        block_x [Q, H] embedded blocks; g [T, H]; block_position [Q] and context_position [T]: positions in the
+        document; attend: attention.py makes it for the step's anchors.
+        Returns [Q, H], or [A*(B-1), H] with `predicted_only`: slot 0 predicts nothing and is dropped as soon as no
+        later layer reads it.
+        """
+        eps = self.shape.rms_eps
+        cos, sin = rotation(torch.cat([context_position, block_position]), self.shape.head_dim, self.shape.rope_theta)
+        layers, pieces, x = self._layers(), self.pieces, block_x
+        y = pieces.rms_norm(x, layers[0].input_layernorm.weight, eps)
+        for index, layer in enumerate(layers):
+            last = index + 1 == len(layers)
+            attention, mlp = layer.self_attn, layer.mlp
+            qkv, kv_context = attention.qkv_and_context(y, g)
+            q, k, v = pieces.heads(
+                qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps
+            )
+            mixed = attend(q, k, v, self.shape.layer_types[index]).transpose(0, 1).flatten(1)
+            if last and predicted_only:
+                x, mixed = self._without_anchors(x), self._without_anchors(mixed)
+            x, y = pieces.add_norm(x, attention.out(mixed), layer.post_attention_layernorm.weight, eps)
+            hidden = mlp.down(pieces.gated(mlp.gate_up(y)))
+            following = self.norm if last else layers[index + 1].input_layernorm
+            x, y = pieces.add_norm(x, hidden, following.weight, eps)
+        return y
+
+    def _without_anchors(self, rows_Q: Tensor) -> Tensor:
+        return rows_Q.unflatten(0, (-1, self.shape.block_size))[:, 1:].flatten(0, 1)

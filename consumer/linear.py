@@ -1,0 +1,119 @@
+"""Matrix products of the drafter, with the weight gradient written straight to where the optimizer reads it.
+
+Several linear layers with one input (q, k, v; gate, up) are one product here. A Projection that is attached to flat
+buffers (optimizer.FlatWeights) works on views of them and writes its weight gradient with one product, into the flat
+gradient: no accumulation pass, no copy, no zeroing. Detached, it is ordinary differentiable torch.
+
+Shapes: R rows (tokens or block slots), I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Projection:
+    """One product for linear layers that read the same input; not a module, it owns no weights."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        """Join `linears`, whose outputs come out side by side in this order."""
+        self.linears = linears
+        self.weight: Tensor | None = None
+        self.sink: Tensor | None = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the joined layers' weights in order."""
+        return [linear.weight for linear in self.linears]
+
+    def attach(self, weight: Tensor, sink: Tensor) -> None:
+        """Use `weight` [O, I], a view of the layers' weights, and write its gradient to `sink` (same shape)."""
+        self.weight, self.sink = weight, sink
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [R, I] to [R, O]."""
+        weight = _joined(self)
+        out: Tensor = _Product.apply(x, weight, self.sink, *self.parameters())
+        return out
+
+
+class ContextProjection:
+    """The attention layer's two products: q, k, v of the block rows and k, v of the context rows, one weight."""
+
+    def __init__(self, block: Projection, first_context_layer: int = 1) -> None:
+        """Project the context with `block`'s layers from `first_context_layer` on (the same weights)."""
+        self.block = block
+        self.skip_layers = first_context_layer
+
+    def __call__(self, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Map block rows [R, I] and context rows [S, I] to [R, O] and [S, O'], O' without the skipped layers."""
+        weight = _joined(self.block)
+        skip = sum(linear.out_features for linear in self.block.linears[: self.skip_layers])
+        out: tuple[Tensor, Tensor] = _TwoProducts.apply(
+            y, g, weight, skip, self.block.sink, *self.block.parameters()
+        )
+        return out
+
+
+def _joined(projection: Projection) -> Tensor:
+    if projection.weight is not None:
+        return projection.weight
+    weights = projection.parameters()
+    return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor | None, *anchors: Tensor) -> Tensor:
+        # The parameters themselves are passed so that the result requires a gradient even where x does not.
+        ctx.save_for_backward(x, weight)
+        ctx.sink, ctx.num_anchors = sink, len(anchors)
+        return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_out = grads[0]
+        d_x = torch.mm(d_out, weight) if ctx.needs_input_grad[0] else None
+        d_weight = _weight_gradient(d_out, x, ctx.sink)
+        return (d_x, d_weight, None) + (None,) * ctx.num_anchors
+
+
+class _TwoProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Tensor | None, *anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(y, g, weight)
+        ctx.skip, ctx.sink, ctx.num_anchors = skip, sink, len(anchors)
+        return torch.mm(y, weight.t()), torch.mm(g, weight[skip:].t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, g, weight = ctx.saved_tensors
+        d_block, d_context = grads
+        d_y = torch.mm(d_block, weight) if ctx.needs_input_grad[0] else None
+        d_g = torch.mm(d_context, weight[ctx.skip :]) if ctx.needs_input_grad[1] else None
+        target = ctx.sink if ctx.sink is not None else torch.empty_like(weight)
+        torch.mm(d_block.t(), y, out=target)
+        target[ctx.skip :].addmm_(d_context.t(), g)
+        d_weight = None if ctx.sink is not None else target
+        return (d_y, d_g, d_weight, None, None) + (None,) * ctx.num_anchors
+
+
+def _weight_gradient(d_out: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:
+    if sink is None:
+        return torch.mm(d_out.t(), x)
+    torch.mm(d_out.t(), x, out=sink)
+    return None
+
+
+def adjacent(weights: Sequence[Tensor]) -> bool:
+    """Tell whether the tensors lie one right behind the other in memory."""
+    ends = [weight.data_ptr() + weight.numel() * weight.element_size() for weight in weights]
+    return all(weight.is_contiguous() for weight in weights) and all(
+        end == follower.data_ptr() for end, follower in zip(ends[:-1], weights[1:], strict=True)
+    )
