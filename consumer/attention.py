@@ -1,0 +1,143 @@
+"""Attention of the drafter's layers, three ways with the same results.
+
+dense_attention     the reference: plain SDPA with the dense mask, any device
+document_attention  what the CPU trains with: one SDPA per document, ten times less work where documents are short
+flex_attention_of   what a GPU trains with: FlexAttention over tables in closed form, no host sync, can be captured
+
+Shapes: T context tokens, A anchors, B block slots, Q = A*B block rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from consumer.anchors import Anchors
+from consumer.block_mask import Intervals, closed_form_tables, dense_mask, intervals
+from consumer.drafter import Attend, DrafterShape
+
+
+def dense_attention(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape) -> Attend:
+    """Return the attention of one step; each layer type's mask [Q, T + Q] is built once."""
+    masks = {kind: dense_mask(anchors, doc_start_T, shape, kind) for kind in sorted(set(shape.layer_types))}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer_type: str) -> Tensor:
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=masks[layer_type], enable_gqa=True
+        )
+        return out[0]
+
+    return attend
+
+
+class _Part(NamedTuple):
+    """One document's share: its tokens and how many anchors start in it."""
+
+    start: int
+    tokens: int
+    anchors: int
+
+
+def document_attention(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape) -> Attend:
+    """Return the attention of one step, worked out document by document. Reads sizes on the host: not for capture.
+
+    Anchors are sorted, so the blocks of a document are neighbours and see its tokens only. Unused blocks (the last
+    ones) see nothing but themselves.
+    """
+    parts = _parts(anchors, doc_start_T)
+    size, tokens = shape.block_size, doc_start_T.shape[0]
+    masks = {kind: _part_masks(parts, anchors, doc_start_T, shape, kind) for kind in sorted(set(shape.layer_types))}
+    context_sizes = [part.tokens for part in parts]
+    block_sizes = [part.anchors * size for part in parts]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer_type: str) -> Tensor:
+        groups = q.shape[0] // k.shape[0]
+        wide_k, wide_v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        # split's gradient is one concatenation; slices would each make a gradient of full size
+        k_parts = _split(wide_k, tokens, context_sizes, block_sizes)
+        v_parts = _split(wide_v, tokens, context_sizes, block_sizes)
+        q_parts = q.split(block_sizes, 1)
+        outs = []
+        for q_part, k_part, v_part, mask in zip(q_parts, k_parts, v_parts, masks[layer_type], strict=True):
+            if q_part.shape[1]:
+                outs.append(functional.scaled_dot_product_attention(q_part[None], k_part[None], v_part[None], mask)[0])
+        return torch.cat(outs, 1)
+
+    return attend
+
+
+def _parts(anchors: Anchors, doc_start_T: Tensor) -> list[_Part]:
+    """Cut the pack into documents (padding included), then one part without tokens for the unused anchors."""
+    starts, sizes = torch.unique_consecutive(doc_start_T, return_counts=True)
+    owner = doc_start_T[anchors.position[anchors.keep]]
+    parts, at = [], 0
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        count = 0 if start < 0 else int((owner == start).sum())
+        parts.append(_Part(at, size, count))
+        at += size
+    parts.append(_Part(at, 0, int((~anchors.keep).sum())))
+    return parts
+
+
+def _part_masks(
+    parts: list[_Part], anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape, layer_type: str
+) -> list[Tensor]:
+    masks, first = [], 0
+    for part in parts:
+        own = Anchors(*(values[first : first + part.anchors] for values in anchors))
+        local = Anchors(own.position - part.start, own.keep)
+        starts = torch.zeros(part.tokens, dtype=doc_start_T.dtype)
+        if part.tokens == 0:
+            local = Anchors(torch.zeros_like(own.position), own.keep)
+        masks.append(dense_mask(local, starts, shape, layer_type))
+        first += part.anchors
+    return masks
+
+
+def _split(values: Tensor, tokens: int, context_sizes: list[int], block_sizes: list[int]) -> list[Tensor]:
+    context, block = values.split([tokens, values.shape[1] - tokens], 1)
+    pairs = zip(context.split(context_sizes, 1), block.split(block_sizes, 1), strict=True)
+    return [torch.cat(pair, 1) for pair in pairs]
+
+
+def flex_attention_of(
+    anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape, compiled: Any = flex_attention
+) -> Attend:
+    """Return the attention of one step through FlexAttention. `compiled`: torch.compile of flex_attention on a GPU."""
+    kinds = sorted(set(shape.layer_types))
+    num_keys = doc_start_T.shape[0] + anchors.position.shape[0] * shape.block_size
+    masks = {kind: block_mask_of(intervals(anchors, doc_start_T, shape, kind), num_keys) for kind in kinds}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer_type: str) -> Tensor:
+        out: Tensor = compiled(q[None], k[None], v[None], block_mask=masks[layer_type], enable_gqa=True)
+        return out[0]
+
+    return attend
+
+
+def block_mask_of(seen: Intervals, num_keys: int, tile: int = 128) -> BlockMask:
+    """Wrap the closed-form tables in torch's BlockMask, with the rule for tiles that are visible in part."""
+    low, high, own_low, own_high = seen
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        context = (key >= low[query]) & (key < high[query])
+        return context | ((key >= own_low[query]) & (key < own_high[query]))
+
+    tables = closed_form_tables(seen, num_keys, tile)
+    return BlockMask(
+        seq_lengths=(low.shape[0], num_keys),
+        kv_num_blocks=tables.kv_num_blocks,
+        kv_indices=tables.kv_indices,
+        full_kv_num_blocks=tables.full_kv_num_blocks,
+        full_kv_indices=tables.full_kv_indices,
+        q_num_blocks=tables.q_num_blocks,
+        q_indices=tables.q_indices,
+        full_q_num_blocks=tables.full_q_num_blocks,
+        full_q_indices=tables.full_q_indices,
+        BLOCK_SIZE=(tile, tile),
+        mask_mod=visible,
+    )
