@@ -1,6 +1,6 @@
 """What the processes of the ring's stress tests do: a producer and a consumer whose packs prove themselves.
 
-Every byte of a payload follows from (ring, seq), and pack_id is seq - 1, so a torn, stale, doubled or missing pack shows.
+Every byte of a payload follows from (ring, seq), and pack_id is seq - 1: a torn, stale, doubled or missing pack shows.
 The consumer's journal is one 32-byte record per pack, written in one call before the slot is released.
 Run as a program: `ring_workers.py produce NAME TARGET` or `ring_workers.py consume JOURNAL ID NAME...`.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shm_ring import Board, Field, Reader, ReadSlot, Ring, SlotSpec, kill_points
+from shm_ring import Board, Field, Reader, ReadSlot, Ring, SlotSpec, errors, kill_points
 
 NUM_WORDS = 2048
 SPEC = SlotSpec((Field("words", "uint64", (NUM_WORDS,)), Field("tail", "uint8", (24,))), {"for": "stress"})
@@ -43,7 +43,11 @@ def produce(name: str, target: int, board: Board | None = None) -> None:
             os._exit(EXIT_CURSOR)
         pending: deque[tuple[object, int]] = deque()
         while next_pack + len(pending) < target and not (board and board.paused):
-            slot = writer.acquire(timeout_s=60)
+            try:
+                slot = writer.acquire(timeout_s=0.0 if pending else 60.0)
+            except errors.RingFull:  # never wait for a slot while keeping one back: the consumers may wait for that one
+                next_pack = _publish_oldest(writer, pending, next_pack)
+                continue
             seq = next_pack + len(pending) + 1
             words = pattern(ring.ring_index, seq)
             view = slot.array("words")

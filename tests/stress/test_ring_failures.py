@@ -35,16 +35,26 @@ def ring() -> Iterator[Ring]:
     assert Ring.find(made.name) == []
 
 
+started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test() -> Iterator[None]:
+    yield
+    while started:
+        with started.pop() as process:
+            process.kill()
+
+
 def start(*args: object, kill_at: str = "") -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SHM_RING_KILL_AT": kill_at, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(WORKER), *map(str, args)], env=environment, text=True, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, str(WORKER), *map(str, args)]
+    started.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE))
+    return started[-1]
 
 
 def ends(process: subprocess.Popen[str]) -> int:
-    with process:
-        return process.wait(WATCHDOG_S)
+    return process.wait(WATCHDOG_S)
 
 
 def until(ring: Ring, claim: Callable[[Snapshot], bool]) -> Snapshot:
@@ -81,8 +91,8 @@ def journalled(*journals: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("point", "published"),
     [
-        ("writer_locked", 0), ("after_acquire:3", 1), ("after_half:3", 1), ("before_publish:3", 2), ("after_header:3", 2),
-        ("after_cursor:3", 2), ("after_publish:3", 3), ("after_bell:3", 3),
+        ("writer_locked", 0), ("after_acquire:3", 1), ("after_half:3", 1), ("before_publish:3", 2),
+        ("after_header:3", 2), ("after_cursor:3", 2), ("after_publish:3", 3), ("after_bell:3", 3),
     ],
 )  # fmt: skip
 def test_a_producer_killed_at_any_point_goes_on_without_gap_or_double(
@@ -131,8 +141,8 @@ def test_a_dead_consumers_slots_wait_for_it_while_the_others_go_on(ring: Ring, t
 
 
 def test_both_may_die_at_once(ring: Ring, tmp_path: Path) -> None:
-    producer = start("produce", ring.name, 20, kill_at="after_cursor:9")
-    consumer = start("consume", tmp_path / "journal", 0, ring.name, kill_at="before_release:5")
+    producer = start("produce", ring.name, 20, kill_at="after_cursor:8")
+    consumer = start("consume", tmp_path / "journal", 0, ring.name, kill_at="before_release:6")
     assert (ends(producer), ends(consumer)) == (-signal.SIGKILL, -signal.SIGKILL)
     producer = start("produce", ring.name, 20)
     consumer = start("consume", tmp_path / "journal", 0, ring.name)
@@ -223,15 +233,16 @@ def test_the_ring_and_its_ends_outlive_the_creator_and_a_new_one_takes_over(tmp_
         "import signal, sys; from shm_ring import *; r = Ring.create(sys.argv[1], SlotSpec.from_json(sys.argv[2]), 4)\n"
         "print('made', flush=True); signal.pause()"
     )
-    creator = subprocess.Popen(
+    creator: subprocess.Popen[str] = subprocess.Popen(
         [sys.executable, "-c", code, name, SPEC.to_json()], env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    started.append(creator)
     assert creator.stdout is not None
     assert creator.stdout.readline() == "made\n"
     producer = start("produce", name, 40)
     with Ring.open(name, readonly=True) as watched:
-        until(watched, lambda s: s.ready == 4)
+        until(watched, lambda s: s.ready == 4 and s.blocked_s > 0)
         creator.kill()
         assert ends(creator) == -signal.SIGKILL
         assert not liveness.is_locked(watched.segment.fd, layout.LOCK_CREATOR)
@@ -275,7 +286,7 @@ def test_a_stopped_consumer_keeps_its_slots_and_is_shown_as_stopped(ring: Ring, 
 
 def test_a_stopped_producer_is_not_robbed_and_readers_wait(ring: Ring, tmp_path: Path) -> None:
     producer = start("produce", ring.name, 30)
-    until(ring, lambda s: s.ready == 4)
+    until(ring, lambda s: s.ready == 4 and s.blocked_s > 0)
     os.kill(producer.pid, signal.SIGSTOP)
     until(ring, lambda s: s.producer.stopped)
     with pytest.raises(errors.RingOwned, match=f"pid {producer.pid}"):
@@ -305,6 +316,7 @@ def test_a_forked_child_does_not_keep_its_dead_parents_role_alive(ring: Ring) ->
         [sys.executable, "-c", code, ring.name], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
         text=True,
     )  # fmt: skip
+    started.append(parent)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
@@ -340,7 +352,7 @@ def test_poisoned_packs_are_rejected_and_the_ring_runs_on(ring: Ring) -> None:
 
 def test_a_liveness_lock_is_gone_soon_after_kill_9(ring: Ring) -> None:
     process = start("produce", ring.name, 1 << 40)
-    until(ring, lambda s: s.ready == 4)
+    until(ring, lambda s: s.ready == 4 and s.blocked_s > 0)
     process.kill()
     ends(process)
     assert not ring.snapshot().producer.alive
