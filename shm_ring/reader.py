@@ -201,11 +201,22 @@ class Reader:
         num = len(ready)
         ring = max(range(num), key=lambda k: (len(ready[k]) / self._segments[k].num_slots, -((k - self._turn) % num)))
         seq, index = min(ready[ring])
-        segment = self._segments[ring]
-        # Publication is in seq order, so a scan begun after `seq` was seen READY (acquire) sees every older READY slot.
-        atomics.load_u64(segment.words_address + 8 * index)
-        seq, index = min(self._scan(segment), default=(seq, index))
+        seq, index = self._oldest(self._segments[ring], seq, index)
         return ring, seq, index
+
+    def _oldest(self, segment: Segment, seq: int, index: int) -> tuple[int, int]:
+        """Return (seq, index) such that no older slot of the ring is READY, given one that was.
+
+        A scan is not one moment: it may pass a slot just before seq 8 is published there and then meet seq 9 further on.
+        But publication is in seq order, so a scan begun after `seq` was seen READY meets every slot READY up to `seq`. A
+        scan that finds only younger ones proves nothing about those and is repeated from the oldest of them.
+        """
+        while True:
+            atomics.load_u64(segment.words_address + 8 * index)
+            again, at = min(self._scan(segment), default=(seq, index))
+            if again <= seq:
+                return again, at
+            seq, index = again, at
 
     def _draw(self, ready: list[list[tuple[int, int]]]) -> tuple[int, int, int]:
         flat = [(ring, seq, index) for ring, slots in enumerate(ready) for seq, index in slots]

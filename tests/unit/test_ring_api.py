@@ -29,6 +29,7 @@ from shm_ring import (
     liveness,
     ring_name,
 )
+from shm_ring.segment import Segment
 
 SPEC = SlotSpec((Field("ids", "int32", (256,)), Field("features", "bfloat16", (256, 8))))
 Make = Callable[..., Ring]
@@ -221,6 +222,26 @@ def test_oldest_takes_from_the_fullest_ring_in_seq_order(new_ring: Make) -> None
         publish(a, 1, 2)
         publish(b, 11, 12, 13)
         assert take_ids(reader, 5) == [11, 1, 12, 2, 13]
+
+
+def test_oldest_does_not_trust_a_scan_that_was_overtaken(new_ring: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the 5:3 storm: seq 1 goes to another consumer, and the second scan passes slot 1 just before seq 2."""
+    ring = new_ring(4)
+    scans = 0
+
+    def overtaken(segment: Segment) -> list[tuple[int, int]]:
+        nonlocal scans
+        scans += 1
+        if scans != 2:
+            return Reader._scan(segment)
+        assert take_ids(other, 1) == [1]
+        publish(writer, 2, 3)
+        return [found for found in Reader._scan(segment) if found[0] != 2]
+
+    with ring.writer() as writer, Reader([ring], 0) as reader, Reader([ring], 1) as other:
+        publish(writer, 1)
+        monkeypatch.setattr(reader, "_scan", overtaken)
+        assert take_ids(reader, 2) == [2, 3]
 
 
 def test_random_pull_is_seeded_and_shuffles(new_ring: Make) -> None:
@@ -593,3 +614,25 @@ def test_a_new_writer_waits_until_the_old_process_has_left(new_ring: Make, monke
     with ring.writer() as writer:  # a zombie has left: its memory and its files are gone
         publish(writer, 1)
     os.waitpid(pid, 0)
+
+
+def test_the_packs_in_a_ring_are_those_ready_or_held(new_ring: Make) -> None:
+    ring = new_ring(4)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        assert ring.pack_ids() == frozenset()
+        publish(writer, 11, 12, 13)
+        take_ids(reader, 1)
+        take(reader)
+        assert ring.pack_ids() == {12, 13}
+
+
+def test_the_end_of_the_data_can_be_taken_back(new_ring: Make) -> None:
+    ring = new_ring(2)
+    with ring.writer() as writer, Reader([ring]) as reader:
+        writer.finish()
+        assert reader.take(timeout_s=0) is None
+        writer.reopen()
+        with pytest.raises(errors.RingEmpty):
+            reader.take(timeout_s=0)
+        publish(writer, 1)
+        assert take_ids(reader, 1) == [1]
