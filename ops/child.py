@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ops.control import LAUNCHER_ENV, launcher_mark
+from ops.control import LAUNCHER_ENV, READY_STATES, launcher_mark, ready_mark
 from ops.devices import Placement
 from ops.errors import OpsError
 from ops.messages import ask
@@ -31,7 +31,6 @@ WAITING, STARTING, RUNNING, STOPPING, STOPPED, FINISHED = (
     "stopped",
     "finished",
 )
-_READY_STATES = ("ready", "running", "finished")
 _STOP_ACK_S = 1.0
 
 
@@ -109,6 +108,7 @@ class Child:
             return None
         kill_session(process.pid)  # before it is reaped, so that the number cannot belong to anyone else
         self.exit_code = process.wait()
+        self.was_ever_ready |= self._left_ready_mark(process.pid)
         self._process = None
         return self.exit_code
 
@@ -124,10 +124,16 @@ class Child:
         if reply.get("pid") == process.pid:
             self.reply = reply
 
+    def _left_ready_mark(self, pid: int) -> bool:
+        try:
+            return ready_mark(self.socket).read_text() == str(pid)
+        except FileNotFoundError:
+            return False
+
     @property
     def reports_ready(self) -> bool:
         """Whether this life has said that it is ready."""
-        return self.reply.get("pid") == self.pid and self.reply.get("state") in _READY_STATES
+        return self.reply.get("pid") == self.pid and self.reply.get("state") in READY_STATES
 
     @property
     def work_is_done(self) -> bool:

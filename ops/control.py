@@ -27,6 +27,7 @@ ORPHAN_LIMIT_S = 8.0
 EXIT_PEER_DIED = 4
 LAUNCHER_ENV = "DFLASH_LAUNCHER"
 """Environment variable "pid:start" that the launcher gives its children; without it nothing is watched."""
+READY_STATES = ("ready", "running", "finished")
 _PR_SET_PDEATHSIG = 1
 _PAUSE_POLL_S = 0.2
 
@@ -51,6 +52,8 @@ class Control:
         self._old_handlers: dict[int, Any] = {}
         runtime_dir(run_dir, create=True)
         self._server = Server(socket_path(run_dir, role, rank), self._handle, self._watch_launcher)
+        self._ready_mark = ready_mark(socket_path(run_dir, role, rank))
+        self._marked_ready = False
         self._title = f"dflash {Path(run_dir).resolve().name} {label(role, rank)}"
 
     @classmethod
@@ -93,6 +96,9 @@ class Control:
             values["state"] = state
         with self._lock:
             self._state |= values
+        if not self._marked_ready and self._state["state"] in READY_STATES:
+            self._marked_ready = True
+            self._ready_mark.write_text(str(os.getpid()))
 
     def stop(self, reason: str = "asked") -> None:
         """Ask the process to stop, as `stop` from outside does; may be called again."""
@@ -155,6 +161,11 @@ class Control:
             sys.stderr.write(f"{self._title}: the launcher died and this process did not leave by itself: ended\n")
             sys.stderr.flush()
             os._exit(EXIT_PEER_DIED)
+
+
+def ready_mark(socket: Path) -> Path:
+    """The file in which a process leaves its pid once it is ready, so that a death right after is not one at start."""
+    return socket.with_suffix(".ready")
 
 
 def launcher_mark() -> str:

@@ -7,6 +7,8 @@ every 30 s. A console that goes away (a closed pipe, a lost terminal) silences t
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,11 +22,21 @@ _PLAIN_EVERY_S = 30.0
 _REDRAWS_PER_S = 4
 
 
+class _Console(Console):
+    """A console that falls silent when its reader goes away; rich's own would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else the last flush at exit fails again
+        os.close(nowhere)
+
+
 class Output:
     """The launcher's voice. Lines are whole: one write each."""
 
     def __init__(self, log: Path | None = None, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _Console(highlight=False, soft_wrap=True)
         self._log = log
         self._live: Live | None = None
         self._next_plain = 0

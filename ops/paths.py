@@ -19,6 +19,7 @@ LAUNCHER = "launcher"
 TARGET = "target"
 DRAFTER = "drafter"
 _NAME_CHARS = 24
+_FILE_CHARS = len("/launcher.sock")
 
 
 def runtime_root() -> Path:
@@ -31,6 +32,8 @@ def runtime_dir(run_dir: Path, create: bool = False) -> Path:
     full = run_dir.resolve()
     digest = hashlib.sha256(str(full).encode()).hexdigest()[:10]
     folder = runtime_root() / f"{full.name[:_NAME_CHARS]}-{digest}"
+    if len(str(folder)) > MAX_SOCKET_CHARS - _FILE_CHARS:
+        folder = runtime_root() / digest
     if create:
         for part in (folder.parent, folder):
             _make_private(part)

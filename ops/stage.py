@@ -48,11 +48,11 @@ def run_stage(
     )
     try:
         lines = _follow(process, name, log_path(run_dir, name), out, interrupted)
+        if interrupted():
+            raise Interrupted
         code = process.wait()
     finally:
         _end(process)
-    if interrupted():
-        raise Interrupted
     if code:
         out.say(f"{name} ended with {exit_words(code)}; its last lines (all of them: {log_path(run_dir, name)}):")
         out.block(lines[-_TAIL:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -22,16 +23,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with Control.start(arguments.run_dir, "target", arguments.rank) as control:
         leave_at_start(f"target{arguments.rank}", arguments.run_dir)
-        try:
+        with contextlib.suppress(RingStopped):
             _publish(arguments.run_dir, arguments.rank, control)
-        except RingStopped:
-            pass
         while knobs().get("slow_stop") == "target":
             rest(0.1)
 
 
 def _publish(run_dir: Path, rank: int, control: Control) -> None:
-    log, began = Log("target", rank), time.monotonic()
+    log, began, packs = Log("target", rank), time.monotonic(), 0
     log("model loaded")
     late_exit = knobs().get("late_exit", {}).get(f"target{rank}")
     ring = Ring.open(ring_name(run_dir.name, rank), SPEC)
@@ -49,7 +48,8 @@ def _publish(run_dir: Path, rank: int, control: Control) -> None:
                           occupancy=ring.snapshot().occupancy)  # fmt: skip
             control.report(state="running", step=pack_id)
             del slot
-            if late_exit is not None and pack_id == 3:
+            packs += 1
+            if late_exit is not None and packs == 3:
                 sys.exit(late_exit)
     ring.close()
 
