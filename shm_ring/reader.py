@@ -207,9 +207,9 @@ class Reader:
     def _oldest(self, segment: Segment, seq: int, index: int) -> tuple[int, int]:
         """Return (seq, index) such that no older slot of the ring is READY, given one that was.
 
-        A scan is not one moment: it may pass a slot just before seq 8 is published there and then meet seq 9 further on.
-        But publication is in seq order, so a scan begun after `seq` was seen READY meets every slot READY up to `seq`. A
-        scan that finds only younger ones proves nothing about those and is repeated from the oldest of them.
+        A scan is not one moment: it may pass a slot just before seq 8 is published there and meet seq 9 further on.
+        But publication is in seq order: a scan begun after `seq` was seen READY meets every slot READY up to `seq`.
+        One that finds only younger slots proves nothing about those and is repeated from the oldest of them.
         """
         while True:
             atomics.load_u64(segment.words_address + 8 * index)
