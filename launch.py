@@ -1,7 +1,8 @@
 """The one command of the project: `python launch.py CONFIG` runs a configuration, subcommands look at or command a run.
 
-Each subcommand is a few lines that call ops/. Nothing here or there imports torch. Exit codes: 0 done, 2 configuration,
-3 data, 4 a peer died, 5 resources, 130 interrupted.
+Each subcommand is a few lines that call ops/, imported there so that `doctor` runs where something is missing. Nothing
+here or there imports torch. Every error that a user can cause carries its exit code and is printed as its lines.
+Exit codes: 0 done, 2 configuration, 3 data, 4 a peer died, 5 resources, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from configs.load import ConfigError, load_config
-from ops import commands
-from ops.errors import OpsError
-from ops.run import run
-from ops.supervisor import Modules
-from shm_ring.errors import RingError
+if TYPE_CHECKING:
+    from ops.supervisor import Modules
 
 RESTART_LIMIT_S = 900.0
 
@@ -30,41 +28,59 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
     options.modules = modules
     try:
         return COMMANDS[options.command][0](options)
-    except ConfigError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return error.exit_code
-    except (OpsError, RingError) as error:
-        print(str(error), file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone, for example `| head`
         sys.stderr.close()
         return 0
+    except Exception as error:
+        code = getattr(error, "exit_code", 5 if isinstance(error, ImportError) else None)
+        if code is None:  # not an error that a user can cause: show where it comes from
+            raise
+        print(str(error), file=sys.stderr)
+        return int(code)
 
 
 def _run(options: argparse.Namespace) -> int:
+    from configs.load import load_config
+    from ops.run import run
+
     overrides = list(options.set) + ([f"run.name={options.name}"] if options.name else [])
     return run(load_config(options.config, overrides), options.modules)
 
 
 def _status(options: argparse.Namespace) -> int:
+    from ops import commands
+
     values = commands.status(_found(options))
     print(commands.as_json(values) if options.json else "\n".join(commands.status_lines(values)))
     return 0
 
 
+def _dashboard(options: argparse.Namespace) -> int:
+    from ops.dashboard import dashboard
+
+    dashboard(_found(options), options.once, options.json, options.svg)
+    return 0
+
+
 def _restart(options: argparse.Namespace) -> int:
+    from ops import commands
+
     print("\n".join(commands.restart(_found(options), options.which, options.set, RESTART_LIMIT_S)))
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
+    from ops import commands
+
     print(commands.stop(_found(options)))
     return 0
 
 
 def _pass_on(options: argparse.Namespace) -> int:
+    from ops import commands
+
     reply = commands.command(_found(options), options.command, timeout_s=60)
     print("\n".join(commands.passed_on(reply, options.command)))
     return 0
@@ -72,6 +88,9 @@ def _pass_on(options: argparse.Namespace) -> int:
 
 def _set(options: argparse.Namespace) -> int:
     """`set key=value ... [RUN]`: a word without `=` is the run."""
+    from configs.load import ConfigError
+    from ops import commands
+
     names = [word for word in options.words if "=" not in word]
     options.run = names[0] if names else None
     settings = [word for word in options.words if "=" in word]
@@ -82,12 +101,16 @@ def _set(options: argparse.Namespace) -> int:
 
 
 def _clean(_options: argparse.Namespace) -> int:
+    from ops import commands
+
     print("\n".join(commands.clean()))
     return 0
 
 
 def _found(options: argparse.Namespace) -> Path:
-    return commands.find_run(options.run, Path(options.folder))
+    from ops.run_folder import find_run
+
+    return find_run(options.run, Path(options.folder))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +137,13 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
+def _dashboard_options(parser: argparse.ArgumentParser) -> None:
+    _of_run(parser)
+    parser.add_argument("--once", action="store_true", help="one picture")
+    parser.add_argument("--json", action="store_true", help="one picture as a JSON object")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="one picture as an SVG file")
+
+
 def _restart_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", help="drafter, target or target:K")
     _of_run(parser)
@@ -133,6 +163,7 @@ Command = tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.Arg
 COMMANDS: dict[str, Command] = {
     "run": (_run, "run a configuration (the word may be left out)", _run_options),
     "status": (_status, "state, pids, occupancy and steps of a run's processes", _status_options),
+    "dashboard": (_dashboard, "watch a run: rings, rates, states, and which side holds it up", _dashboard_options),
     "restart": (_restart, "restart one side alone; the other keeps its model loaded", _restart_options),
     "pause": (_pass_on, "let every process stand still after its step", _of_run),
     "resume": (_pass_on, "let paused processes go on", _of_run),

@@ -47,7 +47,7 @@ def status(run_dir: Path) -> dict[str, Any]:
     try:
         return command(run_dir, "status")
     except NotRunning:
-        return _status_from_files(run_dir)
+        return status_from_files(run_dir)
 
 
 def status_lines(values: dict[str, Any]) -> list[str]:
@@ -129,7 +129,7 @@ def as_json(values: dict[str, Any]) -> str:
     return json.dumps(values)
 
 
-def _status_from_files(run_dir: Path) -> dict[str, Any]:
+def status_from_files(run_dir: Path) -> dict[str, Any]:
     metrics = MetricsReader(run_dir)
     metrics.poll()
     processes = [

@@ -29,6 +29,7 @@ from ops.run_folder import claim, set_results_aside, write_config
 from ops.stage import Interrupted, run_stage
 from ops.summary import end_table, make_summary, write_summary
 from ops.supervisor import Modules, Supervisor
+from ops.telemetry import METRICS_FILE
 from shm_ring import SlotSpec
 
 DONE, INTERRUPTED = 0, 130
@@ -86,6 +87,13 @@ def run(config: Config, modules: Modules | None = None) -> int:
             raise
 
 
+def _metrics_start(run_dir: Path) -> int:
+    """Where this run's metrics begin: at the file's start if a checkpoint is continued, else after the old ones."""
+    metrics = run_dir / METRICS_FILE
+    continued = any((run_dir / "checkpoints").glob("step-*"))
+    return metrics.stat().st_size if metrics.exists() and not continued else 0
+
+
 class Launch:
     """One launch of a run whose folder is claimed."""
 
@@ -94,8 +102,7 @@ class Launch:
     ) -> None:
         self.config, self.run_dir, self.places, self.modules = config, run_dir, places, modules
         self.interrupts, self.out = interrupts, out
-        metrics = run_dir / "metrics.jsonl"
-        self.metrics = MetricsReader(run_dir, start=metrics.stat().st_size if metrics.exists() else 0)
+        self.metrics = MetricsReader(run_dir, start=_metrics_start(run_dir))
         self.commander = Commander(config, run_dir, os.getpid(), interrupts.stop_once)
 
     def run(self) -> int:

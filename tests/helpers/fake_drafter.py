@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 
 from configs.load import load_config
@@ -22,6 +23,7 @@ class Fake:
         self.run_dir, self.rank, self.control = run_dir, rank, control
         self.config = load_config(run_dir / "config.yaml")
         self.log = Log("drafter", rank)
+        self._last, self._starved_s = time.monotonic(), 0.0
         saved = sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
         self.step = saved[-1] if saved else 0
         self.log("resumed", step=self.step, lr=self.config.optimizer.lr)
@@ -37,6 +39,12 @@ class Fake:
             temporary.rename(folder)
         self.log("saved", step=self.step)
         return str(folder)
+
+    def _starved_pct(self, reader: Reader) -> float:
+        now, starved_s = time.monotonic(), reader.starved_s
+        share = 100 * (starved_s - self._starved_s) / max(now - self._last, 1e-9)
+        self._last, self._starved_s = now, starved_s
+        return min(100.0, share)
 
     def train(self) -> None:
         """Take, step, release, until done or told to stop."""
@@ -59,7 +67,8 @@ class Fake:
                 reader.release(slot)
                 self.step += 1
                 metrics.write(step=self.step, loss=10.0 / self.step, accept_len=1.5, tokens_per_s=500.0,
-                              starved_pct=0.0, occupancy=rings[0].snapshot().occupancy,
+                              starved_pct=self._starved_pct(reader), accuracy=[0.5, 0.25],
+                              occupancy=rings[0].snapshot().occupancy,
                               lr=self.config.optimizer.lr)  # fmt: skip
                 self.control.report(state="running", step=self.step, settings_seen=self.control.settings)
                 if self.step % asked.get("every", 5) == 0 or self.control.take_checkpoint_request():

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _publish(run_dir: Path, rank: int, control: Control) -> None:
-    log, began, packs = Log("target", rank), time.monotonic(), 0
+    log, began, packs, blocked_s = Log("target", rank), time.monotonic(), 0, 0.0
     log("model loaded")
     late_exit = knobs().get("late_exit", {}).get(f"target{rank}")
     ring = Ring.open(ring_name(run_dir.name, rank), SPEC)
@@ -43,7 +43,9 @@ def _publish(run_dir: Path, rank: int, control: Control) -> None:
             pack_id = writer.last_seq
             slot.array("input_ids")[:] = pack_id
             writer.publish(slot, pack_id=pack_id, num_tokens=16, checksum=0)
-            share = 100 * writer.blocked_s / (time.monotonic() - began)
+            now = time.monotonic()
+            share = min(100.0, 100 * (writer.blocked_s - blocked_s) / max(now - began, 1e-9))
+            began, blocked_s = now, writer.blocked_s
             metrics.write(step=pack_id, pack_id=pack_id, tokens_per_s=1000.0, blocked_pct=share,
                           occupancy=ring.snapshot().occupancy)  # fmt: skip
             control.report(state="running", step=pack_id)

@@ -1,0 +1,155 @@
+"""Draw a Viewer's picture as styled lines; knows only plain values, so a test can draw what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from ops.paths import DRAFTER
+
+BARS = "▁▂▃▄▅▆▇█"
+_SLOT_MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_STATE_STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "paused": "yellow",
+                 "suspended": "red", "stopping": "yellow", "gone": "red"}  # fmt: skip
+_VERDICT_STYLES = {"balanced": "green", "target-bound": "yellow", "drafter-bound": "cyan", "unknown": "dim"}
+
+
+def frame(picture: dict[str, Any], occupancies: Callable[[str], Sequence[int]], width: int, footer: str = "") -> Text:
+    """Draw the whole picture, each line at most `width` columns."""
+    lines = [*_head(picture, width)]
+    for ring in picture["rings"]:
+        lines += _ring(ring, occupancies(ring["name"]), width)
+    lines += [line for process in picture["processes"] for line in _process(process, width)]
+    lines += [_gpu(gpu) for gpu in picture["gpus"]]
+    if footer:
+        lines.append(Text(footer, style="dim"))
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines)
+
+
+def sparkline(values: Sequence[int], top: int, width: int) -> str:
+    """Draw values 0..top as bars, the newest at the right; each column is the mean of its share of the values."""
+    if not values or top < 1:
+        return ""
+    values = values[-width * max(1, len(values) // width) :] if len(values) > width else values
+    size = max(1, len(values) // width)
+    means = [sum(values[at : at + size]) / size for at in range(0, len(values) - size + 1, size)]
+    return "".join(BARS[min(len(BARS) - 1, round(value / top * (len(BARS) - 1)))] for value in means[-width:])
+
+
+def duration(seconds: float | None) -> str:
+    """Word a duration: 42 s, 3:12, 1:02:03."""
+    if seconds is None:
+        return "unknown"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _head(picture: dict[str, Any], width: int) -> list[Text]:
+    verdict = picture["verdict"]
+    head = Text.assemble(
+        ("run ", "dim"), (picture["run"], "bold"), "  ", _state(picture["state"]),
+        ("  up ", "dim"), duration(picture["uptime_s"]), ("  ETA ", "dim"), duration(picture["eta_s"]),
+        ("  launcher pid ", "dim"), str(picture["launcher_pid"] or "none"),
+    )  # fmt: skip
+    judged = Text.assemble(
+        (verdict["kind"], f"bold {_VERDICT_STYLES.get(verdict['kind'], '')}"), f": {verdict['reason']}"
+    )
+    lines = [head, judged]
+    if verdict["advice"]:
+        lines += [Text(f"  {part}") for part in _wrapped(verdict["advice"], width - 2)]
+    return [*lines, Text("")]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines, line = [], ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+def _ring(ring: dict[str, Any], history: Sequence[int], width: int) -> list[Text]:
+    bars = sparkline(history, ring["num_slots"], max(10, min(60, width - 62)))
+    head = Text.assemble(
+        (f"ring {ring['ring_index']}  ", "bold"), f"{ring['occupancy']}/{ring['num_slots']}  ", (bars, "cyan"),
+        f"  {ring['published_per_s']:.2f} in, {ring['released_per_s']:.2f} out per s, ",
+        f"{ring['bytes_per_s'] / 1e9:.3f} GB/s",
+        ("  end of data" if ring["end_of_data"] else "", "dim"),
+    )  # fmt: skip
+    lines = [head, *_slot_map(ring["slots"], width)]
+    for end in ring["attached"]:
+        beat = "" if end["heartbeat_age_s"] is None else f", last sign {end['heartbeat_age_s']:.1f} s ago"
+        text = Text.assemble(f"  {end['role']}: ", _state(end["state"]), f", pid {end['pid'] or 'none'}{beat}")
+        if end["state"] != "running":
+            lines.append(text)
+    return [*lines, Text("")]
+
+
+def _slot_map(slots: Sequence[dict[str, Any]], width: int) -> list[Text]:
+    """Draw one character per slot: `.` FREE, `R` READY, a digit or letter for the consumer that holds it."""
+    per_line = max(8, width - 36)
+    lines = []
+    for at in range(0, len(slots), per_line):
+        line = Text("  ")
+        for slot in slots[at : at + per_line]:
+            if slot["state"] == "HELD":
+                line.append(_SLOT_MARKS[slot["consumer"] % len(_SLOT_MARKS)], "bold magenta")
+            else:
+                line.append("R" if slot["state"] == "READY" else ".", "green" if slot["state"] == "READY" else "dim")
+        lines.append(line)
+    if lines:
+        lines[0].append("   . FREE  R READY  0-9 HELD by", "dim")
+    return lines
+
+
+def _process(process: dict[str, Any], width: int) -> list[Text]:
+    line = Text.assemble(
+        (f"{process['name']:9}", "bold"), " ", _state(process["state"]), f"  pid {process['pid'] or 'none'}"
+    )
+    parts = [_number(process, "step", "step {:,.0f}")]
+    if process["role"] == DRAFTER:
+        parts += [_number(process, "loss", "loss {:.3f}"), _number(process, "accept_len", "accepted {:.2f}"),
+                  _number(process, "lr", "lr {:.2e}"), _number(process, "grad_norm", "grad {:.2g}")]  # fmt: skip
+    parts += [
+        _number(process, "tokens_per_s", "{:,.0f} tokens/s"),
+        _number(process, "starved_pct", "starved {:.0f} %"),
+        _number(process, "blocked_pct", "blocked {:.0f} %"),
+        _number(process, "step_s", "{:.3f} s a step"),
+        f"{process['restarts']} restarts" if process.get("restarts") else "",
+    ]
+    lines = [line]
+    for part in filter(None, parts):
+        if len(lines[-1]) + 2 + len(part) > width:
+            lines.append(Text(" " * 8))
+        lines[-1].append(f"  {part}")
+    per_slot = process.get("accuracy")
+    if process["role"] != DRAFTER or not isinstance(per_slot, list):
+        return lines
+    shares = [value for value in per_slot if isinstance(value, (int, float))]
+    text = " ".join(f"{value:.2f}" for value in shares[:15])
+    bars = "".join(BARS[min(len(BARS) - 1, round(value * (len(BARS) - 1)))] for value in shares)
+    return [*lines, Text.assemble(("          right per slot  ", "dim"), (bars, "cyan"), f"  {text}")]
+
+
+def _number(values: dict[str, Any], name: str, shape: str) -> str:
+    value = values.get(name)
+    return shape.format(value) if isinstance(value, (int, float)) else ""
+
+
+def _state(state: str) -> tuple[str, str]:
+    return (state, _STATE_STYLES.get(state, ""))
+
+
+def _gpu(gpu: dict[str, Any]) -> Text:
+    used, total = gpu["memory_bytes"] / 2**30, gpu["memory_total_bytes"] / 2**30
+    return Text(f"GPU {gpu['index']}     use {gpu['use_pct']} %  memory {used:.1f} of {total:.1f} GiB")

@@ -1,0 +1,188 @@
+"""Everything the dashboard knows at one moment, gathered read-only: rings, metrics, the launcher's status.
+
+Rings are mapped here and looked into directly, so the picture stays true while either side, or the launcher, is gone.
+A ring that was removed and made anew is noticed by its missing name and opened again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from configs.load import ConfigError, load_config
+from configs.schema import Config
+from ops import commands
+from ops.commander import ring_values
+from ops.errors import OpsError
+from ops.gpu import read_gpus
+from ops.metrics_reader import MetricsReader
+from ops.paths import DRAFTER, TARGET
+from ops.run_folder import CONFIG_FILE, read_json
+from ops.verdict import WINDOW_S, Verdict, judge, mean, recent_mean
+from shm_ring import Ring
+from shm_ring.errors import RingError
+from shm_ring.names import segments_of_run
+
+STATUS_EVERY_S = 1.0
+HISTORY = 240
+_RATE_WINDOW_S = 5.0
+
+
+@dataclass
+class RingView:
+    """One ring with what can only be seen over time."""
+
+    ring: Ring
+    inode: int
+    occupancies: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)
+
+    def look(self, now: float) -> dict[str, Any]:
+        """Take a snapshot; add rates per second over the last seconds and the occupancy's history."""
+        values = ring_values(self.ring.snapshot())
+        self.occupancies.append(values["occupancy"])
+        self.samples.append((now, values["published"], values["released"], values["published_bytes"]))
+        while now - self.samples[0][0] > _RATE_WINDOW_S and len(self.samples) > 2:
+            self.samples.popleft()
+        first, last = self.samples[0], self.samples[-1]
+        passed = last[0] - first[0]
+        rates = [(b - a) / passed if passed > 0 else 0.0 for a, b in zip(first[1:], last[1:], strict=True)]
+        names = ("published_per_s", "released_per_s", "bytes_per_s")
+        return values | {name: round(rate, 3) for name, rate in zip(names, rates, strict=True)}
+
+
+class Viewer:
+    """Looks at one run again and again. A context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._rings: dict[str, RingView] = {}
+        self._metrics = MetricsReader(run_dir)
+        self._status: dict[str, Any] = {}
+        self._status_at = float("-inf")
+        self._gpus: list[dict[str, Any]] = []
+        self._config = _read_config(run_dir)
+        self._plan = read_json(run_dir / "plan.json")
+
+    def __enter__(self) -> Viewer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for view in self._rings.values():
+            view.ring.close()
+        self._rings.clear()
+
+    def look(self) -> dict[str, Any]:
+        """Return the present picture as plain values; `--json` prints it."""
+        now = time.monotonic()
+        if now - self._status_at >= STATUS_EVERY_S:
+            self._status_at = now
+            self._refresh_status()
+            self._open_rings()
+        self._metrics.poll()
+        status = self._status
+        rings = [view.look(now) for view in self._rings.values()]
+        return {
+            "run": status["run"],
+            "run_dir": status["run_dir"],
+            "state": status["state"],
+            "launcher_pid": status["launcher_pid"],
+            "uptime_s": status["uptime_s"],
+            "time": round(time.time(), 3),
+            "verdict": self.verdict().as_dict(),
+            "eta_s": self._eta_s(),
+            "occupancy": sum(ring["occupancy"] for ring in rings),
+            "rings": rings,
+            "processes": [self._process(process) for process in status["processes"]],
+            "gpus": self._gpus,
+        }
+
+    def occupancies(self, name: str) -> list[int]:
+        """History of a ring's occupancy, one value per look."""
+        return list(self._rings[name].occupancies)
+
+    def verdict(self) -> Verdict:
+        """Judge by the last half minute of metrics."""
+        since = time.time() - WINDOW_S
+        starved = [
+            recent_mean(s, "starved_pct", since) for (role, _), s in self._metrics.series.items() if role == DRAFTER
+        ]
+        blocked = [
+            recent_mean(s, "blocked_pct", since) for (role, _), s in self._metrics.series.items() if role == TARGET
+        ]
+        return judge(mean(starved), mean(blocked))
+
+    def _refresh_status(self) -> None:
+        try:
+            self._status = commands.status(self.run_dir)
+        except OpsError as error:  # the launcher is stopped or busy; its last word stands
+            self._status = self._status or commands.status_from_files(self.run_dir)
+            self._status["state"] = str(error)
+        self._gpus = read_gpus()
+        if not self._plan:
+            self._plan = read_json(self.run_dir / "plan.json")
+
+    def _open_rings(self) -> None:
+        names = [name for name in segments_of_run(self.run_dir.name) if not name.endswith(".board")]
+        for name, view in list(self._rings.items()):
+            if name not in names or _inode(name) != view.inode:
+                view.ring.close()
+                del self._rings[name]
+        for name in sorted(names, key=lambda each: (len(each), each)):
+            if name not in self._rings:
+                try:
+                    inode = _inode(name)
+                    self._rings[name] = RingView(Ring.open(name, readonly=True, wait_s=0.2), inode)
+                except RingError:
+                    continue  # being made or removed; the next look finds out
+
+    def _process(self, process: dict[str, Any]) -> dict[str, Any]:
+        key = (process["role"], process["rank"])
+        record = self._metrics.latest.get(key, {})
+        steps = [r for r in self._metrics.series.get(key, ()) if r["time"] >= time.time() - WINDOW_S]
+        step_s = None
+        if len(steps) > 1 and steps[-1]["step"] > steps[0]["step"]:
+            step_s = round((steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"]), 4)
+        last = {name: value for name, value in record.items() if name not in ("role", "rank", "time")}
+        return process | last | {"step_s": step_s, "metrics_age_s": _age_s(record)}
+
+    def _eta_s(self) -> float | None:
+        """Seconds until the planned steps are done at the present pace, or until max_seconds; None if unknown."""
+        series = self._metrics.series.get((DRAFTER, 0))
+        if not series or self._config is None or not self._status.get("launcher_pid"):
+            return None
+        training = self._config.training
+        last, limits = series[-1], []
+        goals = [training.max_steps, self._plan.get("num_packs", 0) * training.steps_per_pack or None]
+        goal = min((each for each in goals if each), default=None)
+        first = next((r for r in series if r["time"] >= last["time"] - WINDOW_S), last)
+        if goal and last["step"] > first["step"]:
+            pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+            limits.append(max(0.0, (goal - last["step"]) * pace_s))
+        began = self._metrics.first.get((DRAFTER, 0), last)["time"]
+        if training.max_seconds:
+            limits.append(max(0.0, training.max_seconds - (time.time() - began)))
+        return round(min(limits), 1) if limits else None
+
+
+def _inode(name: str) -> int:
+    try:
+        return os.stat(f"/dev/shm{name}").st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _age_s(record: dict[str, Any]) -> float | None:
+    return round(max(0.0, time.time() - record["time"]), 1) if record else None
+
+
+def _read_config(run_dir: Path) -> Config | None:
+    try:
+        return load_config(run_dir / CONFIG_FILE)
+    except ConfigError:
+        return None
