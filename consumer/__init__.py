@@ -1,1 +1,1 @@
-"""The drafter's process: takes packs from the ring, trains the DFlash drafter on them, keeps journal and checkpoints."""
+"""The drafter's process: takes packs from the ring, trains the DFlash drafter, keeps journal and checkpoints."""

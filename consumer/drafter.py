@@ -286,9 +286,7 @@ class Drafter(nn.Module):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
             qkv, kv_context = attention.qkv_and_context(y, g)
-            q, k, v = pieces.heads(
-                qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps
-            )
+            q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
             mixed = attend(q, k, v, self.shape.layer_types[index]).transpose(0, 1).flatten(1)
             if last and predicted_only:
                 x, mixed = self._without_anchors(x), self._without_anchors(mixed)
@@ -299,4 +297,5 @@ class Drafter(nn.Module):
         return y
 
     def _without_anchors(self, rows_Q: Tensor) -> Tensor:
-        return rows_Q.unflatten(0, (-1, self.shape.block_size))[:, 1:].flatten(0, 1)
+        by_block = rows_Q.view(-1, self.shape.block_size, rows_Q.shape[-1])
+        return by_block[:, 1:].flatten(0, 1)

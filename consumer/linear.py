@@ -9,7 +9,6 @@ Shapes: R rows (tokens or block slots), I input width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Projection:
         self.weight: Tensor | None = None
         self.sink: Tensor | None = None
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """Return the joined layers' weights in order."""
         return [linear.weight for linear in self.linears]
 
@@ -36,7 +35,7 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """Map [R, I] to [R, O]."""
         weight = _joined(self)
-        out: Tensor = _Product.apply(x, weight, self.sink, *self.parameters())
+        out: Tensor = _Product.apply(x, weight, self.sink, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
 
@@ -52,7 +51,7 @@ class ContextProjection:
         """Map block rows [R, I] and context rows [S, I] to [R, O] and [S, O'], O' without the skipped layers."""
         weight = _joined(self.block)
         skip = sum(linear.out_features for linear in self.block.linears[: self.skip_layers])
-        out: tuple[Tensor, Tensor] = _TwoProducts.apply(
+        out: tuple[Tensor, Tensor] = _TwoProducts.apply(  # type: ignore[no-untyped-call]
             y, g, weight, skip, self.block.sink, *self.block.parameters()
         )
         return out
@@ -79,7 +78,7 @@ class _Product(torch.autograd.Function):
         d_out = grads[0]
         d_x = torch.mm(d_out, weight) if ctx.needs_input_grad[0] else None
         d_weight = _weight_gradient(d_out, x, ctx.sink)
-        return (d_x, d_weight, None) + (None,) * ctx.num_anchors
+        return (d_x, d_weight, None, *[None] * ctx.num_anchors)
 
 
 class _TwoProducts(torch.autograd.Function):
@@ -101,7 +100,7 @@ class _TwoProducts(torch.autograd.Function):
         torch.mm(d_block.t(), y, out=target)
         target[ctx.skip :].addmm_(d_context.t(), g)
         d_weight = None if ctx.sink is not None else target
-        return (d_y, d_g, d_weight, None, None) + (None,) * ctx.num_anchors
+        return (d_y, d_g, d_weight, None, None, *[None] * ctx.num_anchors)
 
 
 def _weight_gradient(d_out: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:
@@ -109,11 +108,3 @@ def _weight_gradient(d_out: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | 
         return torch.mm(d_out.t(), x)
     torch.mm(d_out.t(), x, out=sink)
     return None
-
-
-def adjacent(weights: Sequence[Tensor]) -> bool:
-    """Tell whether the tensors lie one right behind the other in memory."""
-    ends = [weight.data_ptr() + weight.numel() * weight.element_size() for weight in weights]
-    return all(weight.is_contiguous() for weight in weights) and all(
-        end == follower.data_ptr() for end, follower in zip(ends[:-1], weights[1:], strict=True)
-    )

@@ -1,0 +1,79 @@
+"""The drafter's weights as a few large buffers: what the optimizer and an all-reduce work on.
+
+One buffer of weights in the compute type, one of gradients, one of float32 masters (the weights themselves where they
+are float32). Every parameter is a view; nothing is copied between them. Matrices come first, norm weights last: the
+products write matrix gradients in place (linear.py), so only the tail has to be zeroed before a step.
+
+Shapes: N all parameters in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from consumer.drafter import Drafter
+
+
+class FlatWeights:
+    """Owns the drafter's storage. `drafter` is bound to it from here on; do not move or cast it afterwards."""
+
+    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
+        """Move the weights into flat buffers on their device, in `dtype`, and bind the products to them."""
+        parameters = list(drafter.named_parameters())
+        self.named = [item for item in parameters if item[1].ndim == 2] + [i for i in parameters if i[1].ndim != 2]
+        device = parameters[0][1].device
+        size = sum(parameter.numel() for _, parameter in self.named)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.num_matrix_elements = sum(p.numel() for _, p in self.named if p.ndim == 2)
+        self.weights = torch.empty(size, dtype=dtype, device=device)
+        self.grads = torch.zeros(size, dtype=dtype, device=device)
+        self.masters = self.weights if dtype == wide else torch.empty(size, dtype=wide, device=device)
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        at = 0
+        for name, parameter in self.named:
+            self._places[name] = (at, parameter.shape)
+            self.view(self.masters, name).copy_(parameter.detach())
+            at += parameter.numel()
+        self.refresh()
+        for name, parameter in self.named:
+            parameter.data = self.view(self.weights, name)
+            parameter.grad = self.view(self.grads, name)
+        self._bind(drafter)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return self.weights.numel()
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """Return the part of a buffer [N] that belongs to a parameter, in its shape."""
+        at, shape = self._places[name]
+        return buffer[at : at + shape.numel()].view(shape)
+
+    def named_views(self, buffer: Tensor, first: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return each parameter's part, by its public name, of a buffer over elements first..stop of [N]."""
+        stop = self.size if stop is None else stop
+        return {
+            name: buffer[at - first : at - first + shape.numel()].view(shape)
+            for name, (at, shape) in self._places.items()
+            if first <= at < stop
+        }
+
+    def refresh(self) -> None:
+        """Make the weights anew from the masters."""
+        if self.masters is not self.weights:
+            self.weights.copy_(self.masters)
+
+    def zero_norm_grads(self) -> None:
+        """Clear the gradients that accumulate; those of matrices are overwritten."""
+        self.grads[self.num_matrix_elements :].zero_()
+
+    def _bind(self, drafter: Drafter) -> None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.named}
+        for projection in drafter.projections():
+            first = projection.parameters()[0]
+            at, _ = self._places[names[first]]
+            rows = sum(weight.shape[0] for weight in projection.parameters())
+            part = slice(at, at + rows * first.shape[1])
+            projection.attach(self.weights[part].view(rows, -1), self.grads[part].view(rows, -1))

@@ -1,0 +1,225 @@
+"""One optimizer step on the pack at hand: anchors, blocks, forward, loss, backward, clip, update, metrics.
+
+Everything here happens on the device: no value is read by the host, every per-step value lives in a tensor that never
+moves, so `run` is either these lines one by one (eager; the reference, and all there is on a CPU) or one replay of the
+CUDA graph that capture.py made of them. Metrics accumulate on the device and leave in one copy (`metrics`).
+
+Shapes: T tokens, A anchors, B block slots, S = B - 1 predicted slots, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
+from consumer.anchors import Anchors, lay_out_blocks, positions_in_document, random_keys, select_anchors
+from consumer.attention import dense_attention, document_attention
+from consumer.drafter import Attend, Drafter, DrafterShape
+from consumer.flat import FlatWeights
+from consumer.frozen_head import FrozenHead
+from consumer.loss import LossRule, LossTerms, default_gamma, head_loss
+from consumer.optimizer import AdamW, AdamWRule, Control, Muon, set_clip
+from consumer.schedule import Schedule
+from consumer.staging import PackTensors
+
+MakeAttention = Callable[[Anchors, Tensor, DrafterShape], Attend]
+AllReduce = Callable[[list[Tensor]], None]
+"""Adds up tensors over all ranks, in place."""
+
+
+class TrainStep:
+    """Trains `drafter` in place. `pack` holds the current pack; `run` does one step with fresh anchors."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        head: FrozenHead,
+        pack: PackTensors,
+        anchors: AnchorsConfig,
+        loss: LossConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        attention: MakeAttention | None = None,
+    ) -> None:
+        """Take over the drafter's weights (they move into flat buffers) in `dtype`; None keeps theirs.
+
+        `attention`: how a step attends; None: per document on a CPU, dense on a GPU (capture.py sets FlexAttention).
+        """
+        device = drafter.fc.weight.device
+        dtype = dtype or drafter.fc.weight.dtype
+        self.drafter, self.pack, self.shape = drafter, pack, drafter.shape
+        self.head = head.cast(dtype)
+        gamma = loss.gamma or default_gamma(self.shape.block_size)
+        self.rule = LossRule(loss.labels, loss.decay, gamma, loss.dpace_alpha, loss.chunk_rows)
+        self.step = 0
+        self.all_reduce: AllReduce | None = None
+        self.execute: Callable[[], None] = self.on_device
+        self.attention: MakeAttention = attention or (document_attention if device.type == "cpu" else dense_attention)
+        self.flat = FlatWeights(drafter, dtype)
+        self._anchors, self._config = anchors, optimizer
+        self._schedule = Schedule(optimizer.schedule, optimizer.warmup_share, optimizer.min_lr_share)
+        self.control = Control(device)
+        self._make_counters(device, total_steps, seed)
+        self._make_optimizers()
+        self._sums = torch.zeros(_NUM_SUMS + 2 * (self.shape.block_size - 1), dtype=torch.float64, device=device)
+        self._skipped_in_a_row_seen = 0
+
+    def _make_counters(self, device: torch.device, total_steps: int, seed: int) -> None:
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        self.updates = torch.zeros_like(self.number)
+        self.seed = torch.full_like(self.number, seed)
+        self.total_steps = torch.full_like(self.number, total_steps)
+        self.in_a_row = torch.zeros_like(self.number)
+        self.armed = torch.ones((), dtype=torch.float32, device=device)
+        """1; 0 during a trial run, which must leave no trace in weights, moments, counters and metrics."""
+
+    def _make_optimizers(self) -> None:
+        config, flat = self._config, self.flat
+        rule = AdamWRule(config.betas, config.eps, config.weight_decay)
+        self.muon = Muon(flat, config.weight_decay) if config.name == "muon" else None
+        first = flat.num_matrix_elements if self.muon else 0
+        self.adamw = AdamW(flat, slice(first, flat.size), rule, flat.num_matrix_elements)
+
+    @property
+    def lr(self) -> Tensor:
+        """AdamW's learning rate of the latest step, 0-dim; always the same tensor."""
+        return self.control.lr
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Latest steps skipped in a row; on a GPU as of the last `metrics`, so that no step waits for it."""
+        return self._skipped_in_a_row_seen if self.in_a_row.is_cuda else int(self.in_a_row)
+
+    def run(self) -> None:
+        """Do one step on the current pack. A non-finite loss or gradient leaves the weights as they are, counted."""
+        self.step += 1
+        self.execute()
+
+    def on_device(self) -> None:
+        """Do what `run` does, in tensors alone: this is what is captured."""
+        self.number.add_(self.armed.to(torch.int64))
+        share = self._schedule.share(self.number, self.total_steps)
+        self.control.lr.copy_(share * self._config.lr)
+        self.control.muon_lr.copy_(share * self._config.muon_lr)
+        self.flat.zero_norm_grads()
+        terms = self.forward(self.draw_anchors())
+        terms.loss.backward()
+        sums = torch.cat([torch.stack([terms.loss.detach(), *terms[1:2], *terms[4:]]), *terms[2:4]])
+        if self.all_reduce is not None:  # ranks meet here, and nowhere else: gradients of sums, and the sums
+            self.all_reduce([self.flat.grads, sums])
+        self._update(sums)
+
+    def _update(self, sums: Tensor) -> None:
+        """Clip, update and account, given the sums of all ranks: loss, weight, accept, blocks, correct, counted."""
+        loss, weight = sums[0], sums[1]
+        norm = torch.linalg.vector_norm(self.flat.grads, dtype=self.flat.masters.dtype)
+        norm = torch.where(torch.isfinite(loss), norm, loss).to(torch.float32)
+        norm = set_clip(self.control, norm, weight, self._config.clip_norm, self.armed)
+        self.control.count_update(self.updates, self._config.betas)
+        if self.muon is not None:
+            self.muon.step(self.control)
+        self.adamw.step(self.control)
+        good = torch.isfinite(norm)
+        self.in_a_row.copy_(torch.where(self.armed > 0, torch.where(good, 0, self.in_a_row + 1), self.in_a_row))
+        row = torch.cat([torch.stack([torch.ones_like(norm), norm]), sums.to(norm.dtype)]).to(self._sums.dtype)
+        self._sums[1:] += torch.where(good & (self.armed > 0), row, 0.0)
+        self._sums[0] += torch.where(good, 0.0, self.armed)
+
+    def draw_anchors(self) -> Anchors:
+        """Draw the anchors of the step whose number is set: a function of seed, step number and pack."""
+        pack, anchors = self.pack, self._anchors
+        keys = random_keys(self.seed, self.number, pack.input_ids.shape[0])
+        size = self.shape.block_size
+        return select_anchors(pack.loss_mask, pack.doc_start, anchors.num, size, anchors.per_document_min, keys)
+
+    def forward(self, anchors: Anchors) -> LossTerms:
+        """Compute the loss sums of the current pack for given anchors, with gradient."""
+        pack, shape, dtype = self.pack, self.shape, self.flat.weights.dtype
+        blocks = lay_out_blocks(
+            anchors, pack.input_ids, pack.loss_mask, pack.doc_start, shape.block_size, shape.mask_token_id
+        )
+        g_TH = self.drafter.context(pack.features.to(dtype))
+        block_QH = self.head.embedding[blocks.input_ids.flatten()]
+        attend = self.attention(anchors, pack.doc_start, shape)
+        positions = positions_in_document(pack.doc_start)
+        hidden = self.drafter(block_QH, g_TH, blocks.positions.flatten(), positions, attend, predicted_only=True)
+        hidden_ASH = hidden.unflatten(0, (-1, shape.block_size - 1))
+        labels, valid = self.head.labels(blocks.labels[:, 1:]), blocks.valid[:, 1:]
+        goal = self._target_hidden(anchors)
+        return head_loss(hidden_ASH, self.head.head, labels, valid, anchors.keep, self.rule, goal)
+
+    def _target_hidden(self, anchors: Anchors) -> Tensor | None:
+        """The target's final hidden state at anchor + k - 1 for slots k = 1..B-1, [A, S, H]; None for hard labels."""
+        if self.rule.labels == "hard" or self.pack.final_hidden is None:
+            return None
+        slots = torch.arange(self.shape.block_size - 1, device=anchors.position.device)
+        place = (anchors.position[:, None] + slots).clamp(max=self.pack.input_ids.shape[0] - 1)
+        return self.pack.final_hidden[place].to(self.head.head.dtype)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Read and clear what has accumulated since the last call: one device-to-host copy.
+
+        loss (mean per weight), accept_len, accuracy per slot, grad_norm (mean per step), lr, skipped_steps.
+        """
+        extra = torch.stack([self.control.lr.double(), self.in_a_row.double()])
+        lr, in_a_row, *sums = torch.cat([extra, self._sums]).tolist()
+        self._sums.zero_()
+        self._skipped_in_a_row_seen = int(in_a_row)
+        skipped, steps, norm, loss, weight, accept, blocks = sums[:_NUM_SUMS]
+        slots = self.shape.block_size - 1
+        correct, counted = sums[_NUM_SUMS : _NUM_SUMS + slots], sums[_NUM_SUMS + slots :]
+        return {
+            "loss": loss / weight if weight else float("nan"),
+            "accept_len": accept / blocks if blocks else float("nan"),
+            "accuracy": [right / total if total else 0.0 for right, total in zip(correct, counted, strict=True)],
+            "grad_norm": norm / steps if steps else float("nan"),
+            "lr": lr,
+            "skipped_steps": skipped,
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything but the weights that training needs to go on: masters, moments, step, updates, seed."""
+        state = {"step": self.number, "updates": self.updates, "seed": self.seed}
+        for prefix, views in self._state_views().items():
+            state |= {f"{prefix}.{name}": view for name, view in views.items()}
+        return state
+
+    def _state_views(self) -> dict[str, dict[str, Tensor]]:
+        flat, views = self.flat, {}
+        if flat.masters is not flat.weights:
+            views["master"] = flat.named_views(flat.masters)
+        first = self.adamw.part.start
+        for prefix, buffer in (("exp_avg", self.adamw.exp_avg), ("exp_avg_sq", self.adamw.exp_avg_sq)):
+            views[prefix] = flat.named_views(buffer, first=first)
+        if self.muon is not None:
+            views["momentum"] = flat.named_views(self.muon.momentum, stop=flat.num_matrix_elements)
+        return views
+
+    @torch.no_grad()
+    def load(self, drafter: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Copy saved weights and state into the existing tensors. Raises KeyError or RuntimeError where they differ.
+
+        Moments that the saved run did not have (another optimizer) start at zero; masters that it did not have are
+        its weights.
+        """
+        for name, view in self.flat.named_views(self.flat.masters).items():
+            view.copy_(state.get(f"master.{name}", drafter[name]))
+        self.flat.refresh()
+        for prefix, views in self._state_views().items():
+            if prefix == "master":
+                continue
+            for name, view in views.items():
+                saved = state.get(f"{prefix}.{name}")
+                view.zero_() if saved is None else view.copy_(saved)
+        for counter, name in ((self.number, "step"), (self.updates, "updates"), (self.seed, "seed")):
+            counter.copy_(state[name])
+        self.step = int(state["step"])
+
+
+_NUM_SUMS = 7
+"""Leading sums: skipped steps, steps, gradient norm, loss, weight, accept, blocks; then correct and counted by slot."""
