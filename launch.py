@@ -43,10 +43,16 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
 
 def _run(options: argparse.Namespace) -> int:
     from configs.load import load_config
-    from ops.run import run
+    from ops.run import run, run_folder
 
     overrides = list(options.set) + ([f"run.name={options.name}"] if options.name else [])
-    return run(load_config(options.config, overrides), options.modules)
+    config = load_config(options.config, overrides)
+    if not options.detach:
+        return run(config, options.modules)
+    from ops.detach import detach
+
+    print(detach(run_folder(config)))
+    return 0
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -100,6 +106,32 @@ def _set(options: argparse.Namespace) -> int:
     return 0
 
 
+def _telemetry(options: argparse.Namespace) -> int:
+    from ops.exporters import Exporter, Prometheus, TensorBoard, WeightsAndBiases, export
+
+    run_dir = _found(options)
+    exporters: list[Exporter] = [TensorBoard(run_dir)] if options.tensorboard else []
+    if options.wandb:
+        exporters.append(WeightsAndBiases(run_dir, options.wandb))
+    if options.prometheus is not None:
+        exporters.append(prometheus := Prometheus(run_dir, options.prometheus))
+        print(f"http://127.0.0.1:{prometheus.port}/metrics", flush=True)
+    print(f"{export(run_dir, exporters)} lines of metrics exported")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ops.doctor_machine import FAULT, check_machine
+
+    findings = check_machine()
+    print("\n".join(finding.line for finding in findings))
+    if options.subject is not None:
+        from ops.doctor_subject import examine
+
+        print("\n".join(examine(options.subject, options.against, Path(options.folder))))
+    return 5 if any(finding.level == FAULT for finding in findings) else 0
+
+
 def _clean(_options: argparse.Namespace) -> int:
     from ops import commands
 
@@ -125,6 +157,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, see configs/")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
     parser.add_argument("--name", help="name of the run (run.name)")
+    parser.add_argument("--detach", action="store_true", help="run in the background")
 
 
 def _of_run(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +188,21 @@ def _set_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default="runs", help="where run folders are kept")
 
 
+def _telemetry_options(parser: argparse.ArgumentParser) -> None:
+    _of_run(parser)
+    parser.add_argument("--tensorboard", action="store_true", help="event files in RUN/tensorboard")
+    parser.add_argument("--wandb", metavar="PROJECT", help="a Weights & Biases project")
+    parser.add_argument("--prometheus", type=int, metavar="PORT", help="serve the latest numbers; 0 picks a port")
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject", nargs="?", metavar="CONFIG|RUN|METRICS", help="a configuration, a run, or its metrics"
+    )
+    parser.add_argument("--against", metavar="RUN|METRICS", help="another run to compare with")
+    parser.add_argument("--folder", default="runs", help="where run folders are kept")
+
+
 def _no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -169,6 +217,8 @@ COMMANDS: dict[str, Command] = {
     "resume": (_pass_on, "let paused processes go on", _of_run),
     "checkpoint": (_pass_on, "let the drafter save a checkpoint now", _of_run),
     "set": (_set, "change training.log_every_steps, ring.min_ready or ring.pick in a living run", _set_options),
+    "telemetry": (_telemetry, "feed a run's metrics to TensorBoard, W&B or Prometheus", _telemetry_options),
+    "doctor": (_doctor, "check the machine, and find what holds a run up", _doctor_options),
     "stop": (_stop, "stop a run gracefully: the drafter saves", _of_run),
     "clean": (_clean, "remove rings and sockets of which no process lives", _no_options),
 }

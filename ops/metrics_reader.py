@@ -33,15 +33,13 @@ class MetricsReader:
 
     def poll(self) -> int:
         """Read new lines; return how many there were."""
-        count = 0
+        return len(list(self.read()))
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Read new lines one by one."""
         for record in self._new_records():
-            role, rank = record.get("role"), record.get("rank")
-            if not isinstance(role, str) or not isinstance(rank, int):
-                continue
-            key = (role, rank)
-            self._add(key, record)
-            count += 1
-        return count
+            self._add((record["role"], record["rank"]), record)
+            yield record
 
     def mean(self, role: str, name: str) -> float | None:
         """Mean of a number over the lines of each process but its first (warm-up), summed over the processes."""
@@ -84,5 +82,13 @@ class MetricsReader:
                         record = json.loads(line)
                     except ValueError:
                         continue
-                    if isinstance(record, dict):
+                    if _is_metrics(record):
                         yield record
+
+
+def _is_metrics(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("role"), str):
+        return False
+    return isinstance(record.get("rank"), int) and all(
+        isinstance(record.get(n), (int, float)) for n in ("time", "step")
+    )

@@ -68,9 +68,14 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
+def run_folder(config: Config) -> Path:
+    """Where a run's files are."""
+    return (Path(config.run.folder) / config.run.name).absolute()
+
+
 def run(config: Config, modules: Modules | None = None) -> int:
     """Run a configuration to its end and return the exit code; raises OpsError, ConfigError or RingError."""
-    run_dir = (Path(config.run.folder) / config.run.name).absolute()
+    run_dir = run_folder(config)
     places = place(config, find_gpus(), len(os.sched_getaffinity(0)))
     interrupts = Interrupts()
     with interrupts.installed(), ExitStack() as stack:

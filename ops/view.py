@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +66,9 @@ class Viewer:
         self._metrics = MetricsReader(run_dir)
         self._status: dict[str, Any] = {}
         self._status_at = float("-inf")
+        self._verdict = judge(None, None)
+        self._remaining_s: float | None = None
+        self._paces: dict[tuple[str, int], float | None] = {}
         self._gpus: list[dict[str, Any]] = []
         self._config = _read_config(run_dir)
         self._plan = read_json(run_dir / "plan.json")
@@ -84,6 +88,9 @@ class Viewer:
             self._status_at = now
             self._refresh_status()
             self._open_rings()
+            self._metrics.poll()
+            self._verdict, self._remaining_s = self.verdict(), self._eta_s()
+            self._paces = {key: _pace_s(series) for key, series in self._metrics.series.items()}
         self._metrics.poll()
         status = self._status
         rings = [view.look(now) for view in self._rings.values()]
@@ -94,8 +101,8 @@ class Viewer:
             "launcher_pid": status["launcher_pid"],
             "uptime_s": status["uptime_s"],
             "time": round(time.time(), 3),
-            "verdict": self.verdict().as_dict(),
-            "eta_s": self._eta_s(),
+            "verdict": self._verdict.as_dict(),
+            "eta_s": self._remaining_s,
             "occupancy": sum(ring["occupancy"] for ring in rings),
             "rings": rings,
             "processes": [self._process(process) for process in status["processes"]],
@@ -144,12 +151,8 @@ class Viewer:
     def _process(self, process: dict[str, Any]) -> dict[str, Any]:
         key = (process["role"], process["rank"])
         record = self._metrics.latest.get(key, {})
-        steps = [r for r in self._metrics.series.get(key, ()) if r["time"] >= time.time() - WINDOW_S]
-        step_s = None
-        if len(steps) > 1 and steps[-1]["step"] > steps[0]["step"]:
-            step_s = round((steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"]), 4)
         last = {name: value for name, value in record.items() if name not in ("role", "rank", "time")}
-        return process | last | {"step_s": step_s, "metrics_age_s": _age_s(record)}
+        return process | last | {"step_s": self._paces.get(key), "metrics_age_s": _age_s(record)}
 
     def _eta_s(self) -> float | None:
         """Seconds until the planned steps are done at the present pace, or until max_seconds; None if unknown."""
@@ -157,17 +160,25 @@ class Viewer:
         if not series or self._config is None or not self._status.get("launcher_pid"):
             return None
         training = self._config.training
-        last, limits = series[-1], []
+        limits = []
+        pace_s = _pace_s(series)
         goals = [training.max_steps, self._plan.get("num_packs", 0) * training.steps_per_pack or None]
         goal = min((each for each in goals if each), default=None)
-        first = next((r for r in series if r["time"] >= last["time"] - WINDOW_S), last)
-        if goal and last["step"] > first["step"]:
-            pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
-            limits.append(max(0.0, (goal - last["step"]) * pace_s))
-        began = self._metrics.first.get((DRAFTER, 0), last)["time"]
+        if goal and pace_s is not None:
+            limits.append(max(0.0, (goal - series[-1]["step"]) * pace_s))
+        began = self._metrics.first[DRAFTER, 0]["time"]
         if training.max_seconds:
             limits.append(max(0.0, training.max_seconds - (time.time() - began)))
         return round(min(limits), 1) if limits else None
+
+
+def _pace_s(series: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds a step over the last half minute of metrics; None while nothing moves."""
+    last = series[-1]
+    first = next((r for r in series if r["time"] >= last["time"] - WINDOW_S), last)
+    if last["step"] <= first["step"]:
+        return None
+    return round(float(last["time"] - first["time"]) / float(last["step"] - first["step"]), 4)
 
 
 def _inode(name: str) -> int:
