@@ -56,7 +56,7 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
             pack_ids = todo.take(config.pack.window_packs)
             if not pack_ids:
                 _rest(writer, todo, control)
-            for pack in maker.window(pack_ids):
+            for pack in maker.window(pack_ids, lambda: control.stopping):
                 transfer.start(_acquire(writer, transfer, control, log), pack)
                 transfer.publish_finished(wait=len(todo) == 0)
                 meter.packed(pack.pack_id, pack.num_tokens)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from ops.control import Control
 from ops.telemetry import Metrics
 from shm_ring import Ring, Writer
 
+RECENT_PACKS = 8
+
 
 class Meter:
-    """Writes one line of metrics per pack; rates are over the time since the line before."""
+    """Writes one line of metrics per pack; rates are over the last RECENT_PACKS packs, since packs finish in bursts."""
 
     def __init__(self, metrics: Metrics, control: Control, ring: Ring, writer: Writer) -> None:
         self._metrics = metrics
@@ -19,22 +22,21 @@ class Meter:
         self._writer = writer
         self._packs = 0
         self._tokens = 0
-        self._start = self._last = time.monotonic()
-        self._last_blocked_s = writer.blocked_s
+        self._recent = deque([(time.monotonic(), 0, writer.blocked_s)], maxlen=RECENT_PACKS + 1)
 
     def packed(self, pack_id: int, num_tokens: int) -> None:
         """Record one pack of `num_tokens` valid tokens."""
         now = time.monotonic()
         self._packs += 1
         self._tokens += num_tokens
-        passed_s = max(now - self._last, 1e-9)
-        blocked_s = self._writer.blocked_s - self._last_blocked_s
-        self._last, self._last_blocked_s = now, self._writer.blocked_s
+        self._recent.append((now, self._tokens, self._writer.blocked_s))
+        then, tokens_then, blocked_then_s = self._recent[0]
+        passed_s = max(now - then, 1e-9)
         values = {
             "pack_id": pack_id,
-            "tokens_per_s": num_tokens / passed_s,
+            "tokens_per_s": (self._tokens - tokens_then) / passed_s,
             "tokens": self._tokens,
-            "blocked_pct": round(100 * min(1.0, blocked_s / passed_s), 2),
+            "blocked_pct": round(100 * min(1.0, (self._writer.blocked_s - blocked_then_s) / passed_s), 2),
             "occupancy": self._ring.snapshot().occupancy,
         }
         self._metrics.write(step=self._packs, **values)

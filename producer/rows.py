@@ -6,7 +6,7 @@ a random mixture. A pack is handed on when its last row has been gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -73,13 +73,18 @@ class PackMaker:
         self._buckets = tuple(buckets)
         self._final_hidden = config.target.final_hidden
 
-    def window(self, pack_ids: Sequence[int]) -> Iterator[Pack]:
-        """Yield the packs of `pack_ids`, each as soon as its last document has been gathered. Raises BadStates."""
+    def window(self, pack_ids: Sequence[int], stop: Callable[[], bool]) -> Iterator[Pack]:
+        """Yield the packs of `pack_ids`, each as soon as its last document has been gathered. Raises BadStates.
+
+        `stop` is asked before each forward; packs that are not complete by then are given up.
+        """
         packs = {pack_id: self._new_pack(pack_id) for pack_id in pack_ids}
         owner = {(pack_id, number): pack for pack_id, pack in packs.items() for number in pack.documents}
         keys = list(owner)
         lengths = [len(self._corpus[number].ids) for _, number in keys]
         for batch in row_batches(range(len(keys)), lengths, self._max_row_tokens, self._buckets):
+            if stop():
+                return
             self._extract(batch, keys, owner)
             for key in {keys[row][0] for row in batch.documents}:
                 if packs[key].missing == 0:
