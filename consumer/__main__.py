@@ -1,0 +1,56 @@
+"""Start one drafter process: `python -m consumer --run-dir RUN --rank C`. Started by the launcher, or by hand.
+
+The device comes from DFLASH_DEVICE ("cpu" or "cuda:0"), the number of CPU threads from OMP_NUM_THREADS.
+Exit codes: 0 done or told to stop, 2 configuration, 3 data, 4 a peer died, 5 resources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ops.control import Control
+from ops.telemetry import Log
+
+
+def main() -> int:
+    """Run the process named on the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m consumer", description="One drafter process of a run")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    arguments = parser.parse_args()
+    log = Log("drafter", arguments.rank)
+    with Control.start(arguments.run_dir, "drafter", arguments.rank) as control:  # before anything slow is imported
+        return _run(arguments.run_dir, arguments.rank, control, log)
+
+
+def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
+    import torch
+
+    from configs.load import ConfigError, load_config
+    from consumer.checkpoint import CheckpointError
+    from consumer.frozen_head import HeadError
+    from consumer.loop import Unstable, run
+    from consumer.staging import BadPack
+    from shm_ring.errors import RingError
+
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    device = torch.device(os.environ.get("DFLASH_DEVICE", "cpu"))
+    try:
+        run(load_config(run_dir / "config.yaml"), run_dir, rank, device, control, log)
+    except (ConfigError, HeadError, CheckpointError, BadPack, Unstable, RingError) as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return error.exit_code
+    except torch.OutOfMemoryError as error:
+        print(f"drafter {rank}: out of GPU memory: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return 5
+    log("left", reason=control.stop_reason or "done")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
