@@ -62,7 +62,10 @@ def save_checkpoint(
     trained: frozenset[int],
     meta: dict[str, Any],
 ) -> Path:
-    """Write folder/step-N and return its path. Raises CheckpointError (disk full, non-finite weights); older ones stay."""
+    """Write folder/step-N and return its path; older ones stay.
+
+    Raises CheckpointError for a full disk and for weights that are not finite.
+    """
     for name, tensor in drafter.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"checkpoint step {step}: {name} is not finite; not written")

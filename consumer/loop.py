@@ -25,7 +25,7 @@ from consumer.step import TrainStep
 from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Board, Reader, ReadSlot, Ring, SlotSpec, ring_name
-from shm_ring.errors import RingTimeout
+from shm_ring.errors import RingStopped, RingTimeout
 
 STARVED_REPORT_S = 30.0
 AT_END_S = 0.1
@@ -66,17 +66,19 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
             if control.take_checkpoint_request() or trainer.checkpoint_due:
                 trainer.save()
         meter.write(trainer.step, len(trainer.journal.trained))
-        trainer.finish(meter)
+        trainer.finish()
     for ring in rings:
         ring.close()
     board.close()
 
 
 def _take(reader: Reader, control: Control, log: Log) -> ReadSlot | None:
-    """Take a slot; None at the end of what the producers have for now, or after 30 s without any. Raises RingStopped."""
+    """Take a slot; None at the end of what there is for now, when told to stop, or after 30 s without any."""
     _apply_settings(reader, control)
     try:
         slot = reader.take(timeout_s=STARVED_REPORT_S, stop=lambda: control.stopping)
+    except RingStopped:
+        return None
     except RingTimeout as empty:
         log("starved", detail=str(empty))
         return None
@@ -154,7 +156,7 @@ class Trainer:
             if self.step.skipped_in_a_row >= self._config.training.max_skipped_steps:
                 raise Unstable(
                     f"pack {pack_id}, step {self.step.step}: {self.step.skipped_in_a_row} steps in a row with a "
-                    f"non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr, or look at the data"
+                    "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self._config.training.log_every_steps == 0:
                 meter.write(self.step, len(self.journal.trained))
@@ -182,7 +184,7 @@ class Trainer:
         self._log("checkpoint", step=self.step.step, path=str(path), packs=len(self.journal.trained))
         return path
 
-    def finish(self, meter: Meter) -> None:
+    def finish(self) -> None:
         """Write the last checkpoint and, if training is done, RUN/final.json. Raises CheckpointError."""
         path = self.save() if self._last_saved != self.step.step else self._folder / f"step-{self.step.step}"
         if path is None:

@@ -7,6 +7,7 @@ because a drafter that restarts from a checkpoint may need packs again.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
     log("model loaded", model=description.name, device=device, taps=description.target_layer_ids)
     maker = PackMaker(corpus, schedule, target, device, config, plan["row_buckets"])
     todo = Todo(run_dir, ring, schedule.num_packs, rank, len(config.target.devices))
-    with ring.writer(board) as writer, PageLock(ring, enabled=config.ring.page_lock and device.type == "cuda"):
+    with ring.writer(board) as writer, _page_locked(ring, config, device):
         transfer = Transfer(writer, device, description.target_layer_ids)
         meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer)
         control.report(state="ready")
@@ -63,6 +64,11 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
             transfer.publish_finished(wait=len(todo) == 0)
     ring.close()
     board.close()
+
+
+def _page_locked(ring: Ring, config: Config, device: torch.device) -> AbstractContextManager[object]:
+    """Page-lock the ring for the GPU while the producer runs; nothing to do on a CPU."""
+    return PageLock(ring) if config.ring.page_lock and device.type == "cuda" else nullcontext()
 
 
 def _acquire(writer: Writer, transfer: Transfer, control: Control, log: Log) -> WriteSlot:
