@@ -235,11 +235,11 @@ class Drafter(nn.Module):
         self.norm = Norm(shape.hidden)
         self.taps = Projection(self.fc)
         self.pieces = Pieces()
-        self.reset_parameters(torch.Generator().manual_seed(0))
+        self.reset_parameters(torch.Generator(self.fc.weight.device).manual_seed(0))
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set initial weights: matrices normal with deviation 0.02, norms one."""
+        """Set initial weights: matrices normal with deviation 0.02, norms one. The generator is on their device."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.02, generator=generator)

@@ -68,6 +68,8 @@ class TrainStep:
         self._make_optimizers()
         self._sums = torch.zeros(_NUM_SUMS + 2 * (self.shape.block_size - 1), dtype=torch.float64, device=device)
         self._skipped_in_a_row_seen = 0
+        self.latest = torch.zeros(3, dtype=torch.float64, device=device)
+        """Gradient norm, loss sum and weight sum of the latest step, trial runs included."""
 
     def _make_counters(self, device: torch.device, total_steps: int, seed: int) -> None:
         self.number = torch.zeros((), dtype=torch.int64, device=device)
@@ -75,8 +77,14 @@ class TrainStep:
         self.seed = torch.full_like(self.number, seed)
         self.total_steps = torch.full_like(self.number, total_steps)
         self.in_a_row = torch.zeros_like(self.number)
+        self.lr_factor = torch.ones((), dtype=torch.float32, device=device)
+        """Multiplies both learning rates; may be changed while training."""
         self.armed = torch.ones((), dtype=torch.float32, device=device)
         """1; 0 during a trial run, which must leave no trace in weights, moments, counters and metrics."""
+
+    def device_counters(self) -> list[Tensor]:
+        """Return every small tensor that a step changes, for a check that puts them back."""
+        return [self.number, self.updates, self.in_a_row, self.lr_factor, self._sums, self.latest]
 
     def _make_optimizers(self) -> None:
         config, flat = self._config, self.flat
@@ -103,7 +111,7 @@ class TrainStep:
     def on_device(self) -> None:
         """Do what `run` does, in tensors alone: this is what is captured."""
         self.number.add_(self.armed.to(torch.int64))
-        share = self._schedule.share(self.number, self.total_steps)
+        share = self._schedule.share(self.number, self.total_steps) * self.lr_factor
         self.control.lr.copy_(share * self._config.lr)
         self.control.muon_lr.copy_(share * self._config.muon_lr)
         self.flat.zero_norm_grads()
@@ -127,6 +135,7 @@ class TrainStep:
         good = torch.isfinite(norm)
         self.in_a_row.copy_(torch.where(self.armed > 0, torch.where(good, 0, self.in_a_row + 1), self.in_a_row))
         row = torch.cat([torch.stack([torch.ones_like(norm), norm]), sums.to(norm.dtype)]).to(self._sums.dtype)
+        self.latest.copy_(row[1:4])
         self._sums[1:] += torch.where(good & (self.armed > 0), row, 0.0)
         self._sums[0] += torch.where(good, 0.0, self.armed)
 

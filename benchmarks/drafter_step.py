@@ -1,0 +1,285 @@
+"""How long is one training step of the drafter, and where does the time go? One GPU, random data on the device.
+
+    python -m benchmarks.drafter_step --shape 27b --variant captured --out DIR      one measurement, one JSON line
+    python -m benchmarks.drafter_step --collect DIR --results FILE                  all lines into a result file
+
+The clock runs from the start of one step to the start of the next (CUDA events; 5 warm-up steps, then 20), with the
+pack already on the device. Variants: `captured` is what training runs; `eager` the same lines launched one by one;
+`old` a twin of the pipeline that this one replaced (two create_block_mask calls a step, nothing compiled but the
+attention, eight values read by the host each step); `speculators` that project's 0.9.0 model, loss and optimizer
+(drafter_step_speculators.py); `fp8` captured with precision fp8. bfloat16 products, float32 masters, AdamW, clip 1.
+Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers of window 2048, B = 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
+from consumer.capture import prepare
+from consumer.drafter import SLIDING, Drafter, DrafterShape
+from consumer.frozen_head import FrozenHead
+from consumer.selfcheck import self_check
+from consumer.staging import PackTensors
+from consumer.step import TrainStep
+
+WARM_UP, STEPS = 5, 20
+LAYERS, TAPS, BLOCK, WINDOW, DOCUMENT = 5, 5, 16, 2048, 2048
+DEVICE = torch.device("cuda", 0)
+
+
+class Size(NamedTuple):
+    """One target's drafter."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    vocab: int
+    tokens: int
+    anchors: int
+
+
+SIZES = {
+    "0.6b": Size(1024, 3072, 16, 151936, 4096, 256),
+    "8b": Size(4096, 12288, 32, 151936, 8192, 512),
+    "27b": Size(5120, 17408, 40, 248320, 8192, 512),
+}
+
+
+def shape_of(size: Size) -> DrafterShape:
+    """The drafter of a size: 8 kv heads of 128, window 2048."""
+    return DrafterShape(
+        size.hidden, size.intermediate, LAYERS, size.num_heads, 8, 128, TAPS, BLOCK, (SLIDING,) * LAYERS,
+        WINDOW, True, 1e-6, 1e6, size.vocab - 1, size.vocab,
+    )  # fmt: skip
+
+
+def products_tflop(size: Size, skip_anchors: bool) -> float:
+    """Matrix products of one step in TFLOP, attention left out: 3 for trained weights, 2 for the frozen head and fc.
+
+    skip_anchors: as executed here, without slot 0 in the head and behind the last layer's attention, where nothing
+    reads it; else as everyone counts.
+    """
+    rows, kv = size.anchors * BLOCK, 2 * 8 * 128
+    heads = size.num_heads * 128
+    used = size.anchors * (BLOCK - 1) if skip_anchors else rows
+    behind = size.hidden * heads + 3 * size.hidden * size.intermediate
+    ahead = size.hidden * (heads + kv)
+    layers = LAYERS * (rows * ahead + size.tokens * size.hidden * kv) + ((LAYERS - 1) * rows + used) * behind
+    fc = size.tokens * TAPS * size.hidden**2
+    return 2e-12 * (3 * layers + 2 * fc + 2 * used * size.hidden * size.vocab)
+
+
+def make_pack(size: Size, seed: int = 0) -> PackTensors:
+    """Random tokens and features in documents of 2048 tokens."""
+    torch.manual_seed(seed)
+    index = torch.arange(size.tokens, device=DEVICE)
+    return PackTensors(
+        torch.randint(0, size.vocab - 1, (size.tokens,), device=DEVICE, dtype=torch.int32),
+        torch.ones(size.tokens, device=DEVICE, dtype=torch.uint8),
+        (index // DOCUMENT * DOCUMENT).to(torch.int32),
+        torch.randn(size.tokens, TAPS * size.hidden, device=DEVICE, dtype=torch.bfloat16),
+    )
+
+
+def make_step(size: Size, labels: str = "hard") -> TrainStep:
+    """A training step with random weights, in bfloat16 over float32 masters."""
+    torch.manual_seed(0)
+    with DEVICE:
+        drafter = Drafter(shape_of(size))
+    embedding = (torch.randn(size.vocab, size.hidden, device=DEVICE) * 0.02).to(torch.bfloat16)
+    head = FrozenHead(embedding, (torch.randn(size.vocab, size.hidden, device=DEVICE) * 0.02).to(torch.bfloat16))
+    return TrainStep(
+        drafter, head, make_pack(size), AnchorsConfig(num=size.anchors), LossConfig(gamma=7.0, labels=labels),
+        OptimizerConfig(), 1000, 0, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def timed(run: Callable[[], Any]) -> dict[str, Any]:
+    """Time steps with events: median, spread, all of them, and the host's clock over all."""
+    for _ in range(WARM_UP):
+        run()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    began = time.perf_counter()
+    for event in events[:-1]:
+        event.record()
+        run()
+    events[-1].record()
+    torch.cuda.synchronize()
+    wall_ms = (time.perf_counter() - began) * 1e3 / STEPS
+    runs = [a.elapsed_time(b) for a, b in pairwise(events)]
+    return {
+        "step_ms": statistics.median(runs),
+        "min_ms": min(runs),
+        "max_ms": max(runs),
+        "wall_ms": wall_ms,
+        "runs_ms": [round(run, 3) for run in runs],
+    }
+
+
+def memory() -> dict[str, float]:
+    """Peak memory in GB (1e9 bytes)."""
+    return {
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+KINDS = (
+    ("products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "gemv")),
+    ("attention", ("flex", "triton_tem", "flash", "fmha")),
+    ("head and loss passes", ("_statistics_kernel", "_hard_kernel", "_soft_kernel")),
+    ("optimizer and norm", ("_adamw_kernel", "adam", "multi_tensor", "norm_kernel", "normtwo", "normops")),
+    ("compiled pieces", ("triton_",)),
+    ("copies and fills", ("memcpy", "memset", "copy", "fill")),
+)
+
+
+def breakdown(run: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
+    """Kernel time per step by kind, the share of time with a kernel running, and the longest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize()
+    spans, kinds, names = [], dict.fromkeys([kind for kind, _ in KINDS] + ["rest"], 0.0), {}
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        spans.append((event.time_range.start, event.time_range.end))
+        lower, took_ms = event.name.lower(), event.time_range.elapsed_us() / 1e3 / steps
+        kinds[next((kind for kind, marks in KINDS if any(mark in lower for mark in marks)), "rest")] += took_ms
+        names[event.name[:90]] = names.get(event.name[:90], 0.0) + took_ms
+    longest = sorted(names.items(), key=lambda item: -item[1])[:40]
+    return {
+        "kinds_ms": {kind: round(took, 3) for kind, took in kinds.items()},
+        "busy_pct": busy_pct(spans),
+        "kernels": len(spans) / steps,
+        "longest_ms": {name: round(took, 3) for name, took in longest},
+    }
+
+
+def busy_pct(spans: list[tuple[float, float]]) -> float:
+    """Share of the time between the first start and the last end in which something runs."""
+    spans.sort()
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 100 * busy / (until - spans[0][0])
+
+
+def ours(size: Size, variant: str) -> dict[str, Any]:
+    """Measure this project's step."""
+    step = make_step(size)
+    if variant == "old":
+        from benchmarks.drafter_step_old import as_before
+
+        run = as_before(step)
+    else:
+        if variant == "fp8":
+            step.drafter.use_fp8()
+        began, lines = time.perf_counter(), []
+        replays = prepare(step, compile_parts=True, cuda_graph=variant != "eager", say=lines.append)
+        facts = {"prepare_s": round(time.perf_counter() - began, 1), "replays": replays, "said": lines}
+        if replays and size.hidden < 5000:
+            facts["failed_checks"] = self_check(step, 1e-3 if variant != "fp8" else 1e-2)
+        run = step.run
+    result = timed(run)
+    metrics = step.metrics()
+    result |= memory() | {"loss": metrics["loss"], "skipped_steps": metrics["skipped_steps"]}
+    result["breakdown"] = breakdown(run)
+    return result if variant == "old" else result | facts
+
+
+def measure(name: str, variant: str) -> dict[str, Any]:
+    """One measurement with what is needed to read it."""
+    size = SIZES[name]
+    if variant == "speculators":
+        from benchmarks.drafter_step_speculators import speculators
+
+        result = speculators(size, shape_of(size))
+    else:
+        result = ours(size, variant)
+    nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
+    result |= {
+        "shape": name,
+        "variant": variant,
+        "tokens_per_s": size.tokens / result["step_ms"] * 1e3,
+        "products_tflop": nominal,
+        "products_tflop_executed": executed,
+        "tflops": nominal / result["step_ms"] * 1e3,
+        "tflops_executed": executed / result["step_ms"] * 1e3,
+        "config": size._asdict(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda},
+    }
+    return result
+
+
+def collect(folder: Path, target: Path) -> None:
+    """Put all measurements of a folder into one result file with the summary."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("step_*.json"))]
+    by = {(run["shape"], run["variant"]): run for run in runs}
+    summary: dict[str, float] = {}
+    for name in SIZES:
+        mine, theirs = by.get((name, "captured")), by.get((name, "speculators"))
+        if mine:
+            summary |= {
+                f"{name}.step_ms": mine["step_ms"],
+                f"{name}.tflops": mine["tflops"],
+                f"{name}.tflops_executed": mine["tflops_executed"],
+                f"{name}.peak_gb": mine["peak_gb"],
+            }
+        if mine and theirs:
+            summary[f"{name}.ratio_to_speculators"] = mine["step_ms"] / theirs["step_ms"]
+            summary[f"{name}.peak_gb_speculators"] = theirs["peak_gb"]
+        for variant in ("eager", "old", "fp8"):
+            if (name, variant) in by:
+                summary[f"{name}.{variant}_step_ms"] = by[name, variant]["step_ms"]
+    if ("27b", "captured") in by:
+        summary["busy_pct"] = by["27b", "captured"]["breakdown"]["busy_pct"]
+    target.write_text(json.dumps({"summary": summary, "commit": _commit(), "runs": runs}, indent=1) + "\n")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
+
+
+def main() -> None:
+    """Measure one variant, or collect."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SIZES)
+    parser.add_argument("--variant", choices=("captured", "eager", "old", "speculators", "fp8"), default="captured")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--collect", type=Path)
+    parser.add_argument("--results", type=Path)
+    arguments = parser.parse_args()
+    if arguments.collect:
+        collect(arguments.collect, arguments.results)
+        return
+    result = measure(arguments.shape, arguments.variant)
+    path = arguments.out / f"step_{arguments.shape}_{arguments.variant}.json"
+    path.write_text(json.dumps(result, indent=1))
+    short = {key: value for key, value in result.items() if key not in ("runs_ms", "breakdown", "config", "versions")}
+    print(json.dumps(short), flush=True)
+    print(json.dumps(result.get("breakdown", {}).get("kinds_ms")), result.get("breakdown", {}).get("busy_pct"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The step on a GPU: compiled parts, FlexAttention, and everything in one CUDA graph. The only file that captures.
+
+Owns the graph and its memory pool. Inputs are the tensors of the TrainStep, which never move: packs are copied into
+them, checkpoints too. The eager twin is the same `on_device`, run line by line. A capture that fails leaves the eager
+path in place, with one line that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from consumer.attention import flex_attention_of
+from consumer.drafter import Pieces, add_norm, gated, heads, rms_norm
+from consumer.step import TrainStep
+
+WARM_UP_RUNS = 3
+Say = Callable[[str], None]
+
+
+def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) -> bool:
+    """Make `step.run` fast on its GPU; returns whether it replays a graph. Weights and counters stay as they are.
+
+    With compile_parts the pieces between the products and the attention are compiled, one by one (regional: seconds,
+    not minutes); without, attention is dense and takes Q x (T + Q) memory.
+    """
+    step.execute = step.on_device
+    if compile_parts:
+        step.drafter.pieces = compiled_pieces()
+        step.attention = partial(flex_attention_of, compiled=torch.compile(flex_attention, dynamic=False))
+    if not cuda_graph:
+        return False
+    try:
+        step.execute = captured(step).replay
+    except Exception as error:  # any failure of the capture, whatever its type, has the same remedy
+        torch.cuda.synchronize()
+        reason = (str(error) or repr(error)).splitlines()[0]
+        say(f"capture of the training step failed, going on without a CUDA graph (slower, same results): {reason}")
+        return False
+    return True
+
+
+def compiled_pieces() -> Pieces:
+    """Compile each function between the matrix products by itself, for the fixed shapes of a run."""
+    compile_one = partial(torch.compile, dynamic=False, fullgraph=True)
+    return Pieces(compile_one(rms_norm), compile_one(add_norm), compile_one(gated), compile_one(heads))
+
+
+def captured(step: TrainStep) -> torch.cuda.CUDAGraph:
+    """Capture `step.on_device` and return the graph; trial runs before it compile and leave no trace in the state."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    step.armed.zero_()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_RUNS):
+            step.on_device()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            step.on_device()
+    finally:
+        step.armed.fill_(1.0)
+    return graph

@@ -1,0 +1,93 @@
+"""Start-up check of a captured step, on made-up data: does the graph compute what the eager lines compute, and follow
+its inputs? Every claim that fails is one line. All state is put back afterwards.
+
+Source of the claims: graphs in public trainers that trained with a frozen learning rate, stale inputs or other numbers
+than their eager twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from consumer.step import TrainStep
+
+STEPS = 3
+
+
+def self_check(step: TrainStep, tolerance: float) -> list[str]:
+    """Compare step.execute with step.on_device; returns the claims that failed, empty when all is well.
+
+    `tolerance`: largest relative difference of a loss between both, 1e-3 in bfloat16.
+    """
+    saved = [(tensor, tensor.clone()) for tensor in _state(step)]
+    pack = [value for value in vars(step.pack).values() if value is not None]
+    saved += [(tensor, tensor.clone()) for tensor in pack]
+
+    def restore() -> None:
+        for tensor, value in saved[: len(saved) - len(pack)]:
+            tensor.copy_(value)
+        step.number.zero_()  # a run that is resumed at its end would have a learning rate of 0
+
+    try:
+        _make_up(step)
+        restore()
+        return [claim for claim, holds in _claims(step, tolerance, restore) if not holds]
+    finally:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def _claims(step: TrainStep, tolerance: float, restore: Callable[[], None]) -> list[tuple[str, bool]]:
+    eager = _losses(step, step.on_device)
+    restore()
+    fast = _losses(step, step.execute)
+    restore()
+    worst = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(eager, fast, strict=True))
+    claims = [
+        (f"{STEPS} eager steps and {STEPS} replays give the same losses: {eager} and {fast}", worst <= tolerance),
+        (f"each step draws other anchors: losses {fast}", len(set(fast)) == STEPS),
+    ]
+    before = step.flat.masters.clone()
+    step.lr_factor.zero_()
+    step.execute()
+    claims.append(("a learning rate of 0 leaves the weights unchanged", torch.equal(before, step.flat.masters)))
+    restore()
+    step.execute()
+    claims.append(("a learning rate above 0 changes the weights", not torch.equal(before, step.flat.masters)))
+    restore()
+    step.pack.features.mul_(0.5)
+    changed = _losses(step, step.execute)
+    claims.append((f"another pack gives another loss: {fast[0]} and {changed[0]}", fast[0] != changed[0]))
+    return claims
+
+
+def _losses(step: TrainStep, run: Callable[[], None]) -> list[float]:
+    losses = []
+    for _ in range(STEPS):
+        run()
+        _, loss, weight = step.latest.tolist()
+        losses.append(loss / max(weight, 1e-20))
+    return losses
+
+
+def _state(step: TrainStep) -> list[Tensor]:
+    moments = [step.adamw.exp_avg, step.adamw.exp_avg_sq, *([step.muon.momentum] if step.muon else [])]
+    weights = [step.flat.masters] if step.flat.masters is step.flat.weights else [step.flat.masters, step.flat.weights]
+    return [*weights, *moments, *step.device_counters()]
+
+
+def _make_up(step: TrainStep) -> None:
+    """Fill the pack with two documents of random tokens and features."""
+    pack, tokens = step.pack, step.pack.input_ids.shape[0]
+    generator = torch.Generator(pack.input_ids.device).manual_seed(1)
+    top = min(step.shape.vocab_size, step.head.head.shape[0])
+    pack.input_ids.random_(0, top, generator=generator)
+    pack.loss_mask.fill_(1)
+    pack.doc_start.zero_()
+    pack.doc_start[tokens // 2 :] = tokens // 2
+    pack.features.normal_(generator=generator)
+    if pack.final_hidden is not None:
+        pack.final_hidden.normal_(generator=generator)
