@@ -20,17 +20,27 @@ from shm_ring.names import segments_of_run
 
 _POLL_S = 0.1
 _STOP_LIMIT_S = 60.0
+_STARTING_S = 15.0
 
 
 def command(run_dir: Path, name: str, timeout_s: float = 10.0, **args: Any) -> dict[str, Any]:
-    """Send a command to the run's launcher; raises NotRunning that says what state the run is in."""
-    pid = launcher_pid(run_dir)
-    if not pid:
-        raise NotRunning(f"run {run_dir.name!r} is not running ({past_state(run_dir)}); '{name}' needs a running one")
-    try:
-        return ask(socket_path(run_dir, LAUNCHER), name, timeout_s, **args)
-    except NotRunning:
-        raise NoAnswer(f"the launcher of run {run_dir.name!r} (pid {pid}) is starting or ending; try again") from None
+    """Send a command to the run's launcher, waiting a moment for one that is just starting.
+
+    Raises NotRunning that says what state the run is in, NoAnswer, Refused.
+    """
+    give_up = time.monotonic() + _STARTING_S
+    while True:
+        pid = launcher_pid(run_dir)
+        if not pid:
+            raise NotRunning(
+                f"run {run_dir.name!r} is not running ({past_state(run_dir)}); '{name}' needs a running one"
+            )
+        try:
+            return ask(socket_path(run_dir, LAUNCHER), name, timeout_s, **args)
+        except NotRunning:
+            if time.monotonic() > give_up:
+                raise NoAnswer(f"the launcher of run {run_dir.name!r} (pid {pid}) has no socket; see its log") from None
+        time.sleep(_POLL_S)
 
 
 def past_state(run_dir: Path) -> str:
@@ -45,7 +55,7 @@ def past_state(run_dir: Path) -> str:
 def status(run_dir: Path) -> dict[str, Any]:
     """Return the run's status: its launcher's answer, or what the files say if there is none."""
     try:
-        return command(run_dir, "status")
+        return ask(socket_path(run_dir, LAUNCHER), "status")
     except NotRunning:
         return status_from_files(run_dir)
 
@@ -91,10 +101,12 @@ def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float)
     while waiting:
         if time.monotonic() - began > limit_s:
             raise NoAnswer(f"{', '.join(waiting)} not ready again within {limit_s:g} s; see {run_dir}/logs")
+        if not launcher_pid(run_dir):
+            raise NotRunning(f"the run ended while {', '.join(waiting)} restarted ({past_state(run_dir)})")
         time.sleep(_POLL_S)
-        now = {process["name"]: process for process in command(run_dir, "status")["processes"]}
+        now = {process["name"]: process for process in status(run_dir)["processes"]}
         for name, old in list(waiting.items()):
-            process = now[name]
+            process = now.get(name, {"pid": None})
             if process["pid"] not in (None, old) and process["state"] == "running":
                 lines.append(
                     f"{name}: pid {old} -> {process['pid']}, ready again after {time.monotonic() - began:.1f} s"
@@ -130,6 +142,7 @@ def as_json(values: dict[str, Any]) -> str:
 
 
 def status_from_files(run_dir: Path) -> dict[str, Any]:
+    pid = launcher_pid(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.poll()
     processes = [
@@ -139,8 +152,8 @@ def status_from_files(run_dir: Path) -> dict[str, Any]:
     return {
         "run": run_dir.name,
         "run_dir": str(run_dir.absolute()),
-        "state": past_state(run_dir),
-        "launcher_pid": None,
+        "state": "starting or ending" if pid else past_state(run_dir),
+        "launcher_pid": pid or None,
         "uptime_s": None,
         "occupancy": 0,
         "processes": processes,

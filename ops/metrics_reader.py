@@ -12,6 +12,7 @@ from ops.telemetry import METRICS_FILE
 
 HISTORY = 600
 _CHUNK = 1 << 20
+_NUMBERS = ("time", "step")
 Key = tuple[str, int]
 
 

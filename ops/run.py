@@ -29,7 +29,7 @@ from ops.run_folder import claim, set_results_aside, write_config
 from ops.stage import Interrupted, run_stage
 from ops.summary import end_table, make_summary, write_summary
 from ops.supervisor import Modules, Supervisor
-from ops.telemetry import METRICS_FILE
+from ops.telemetry import METRICS_FILE, end_last_line
 from shm_ring import SlotSpec
 
 DONE, INTERRUPTED = 0, 130
@@ -118,6 +118,7 @@ class Launch:
             clean_left_overs(self.config.run.name, self.out.say, lambda: self.interrupts.asked)
             set_results_aside(self.run_dir)
             write_config(self.run_dir, self.config)
+            end_last_line(self.run_dir)
             for warning in self.places.warnings:
                 self.out.warn(warning)
             self.commander.start()

@@ -29,15 +29,20 @@ class Metrics:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a line torn by a full disk must not swallow the next one
+        self._torn = False
+        self._failed = False
 
     def write(self, step: int, **values: Any) -> None:
         """Append one line: time, role, rank, step, then `values` in order; a number that is not finite is null."""
         record = {"time": round(time.time(), 3), "role": self._role, "rank": self._rank, "step": step}
         record |= {key: plain(value) for key, value in values.items()}
-        os.write(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
+        line = ("\n" if self._torn else "") + json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self._torn = os.write(self._fd, line.encode()) < len(line.encode())
+        except OSError as error:  # a full disk is no reason to lose the run
+            if not self._failed:
+                sys.stderr.write(f"metrics are lost from step {step} on: {error.strerror}\n")
+            self._failed = True
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -50,6 +55,15 @@ class Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def end_last_line(run_dir: Path | str) -> None:
+    """End a line that a crash or a full disk tore, so that it does not swallow the next; while nobody writes."""
+    path = Path(run_dir) / METRICS_FILE
+    if path.exists():
+        with path.open("r+b") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 class Log:

@@ -5,135 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ops import commands
 from shm_ring.names import segments_of_run
+from tests.helpers.fake_runs import LIMIT_S, Runs, end, runs
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 30.0
-
-
-class Runs:
-    """Launches of one test, in its own folders; what is left is killed at the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.name = f"t{os.getpid()}-{folder.name[-12:].replace('_', '-')}"
-        self.started: list[subprocess.Popen[str]] = []
-        self.environment = os.environ | {"DFLASH_RUNTIME_DIR": str(folder / "s"), "CUDA_VISIBLE_DEVICES": ""}
-        (folder / "c.yaml").write_text(
-            "target: {devices: [cpu]}\ntraining: {devices: [cpu]}\nring: {num_slots: 4}\n"
-            "supervisor: {backoff_s: 0.05, stop_timeout_s: 4}\n"
-        )
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder."""
-        return self.folder / "runs" / self.name
-
-    def launch(self, *arguments: str, name: str = "", **knobs: Any) -> subprocess.Popen[str]:
-        """Start a launcher in a process group of its own, as a shell does."""
-        options = ["--name", name or self.name, "--set", f"run.folder={self.folder / 'runs'}", *arguments]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fake_launch", str(self.folder / "c.yaml"), *options],
-            cwd=ROOT, env=self.environment | {"FAKE": json.dumps(knobs)}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a subcommand from another terminal."""
-        command = [sys.executable, "launch.py", *words, "--folder", str(self.folder / "runs")]
-        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
-
-    def status(self) -> dict[str, Any]:
-        """Ask for the status of the run, as `launch.py status --json` does."""
-        return commands.status(self.run_dir)
-
-    def process(self, name: str) -> dict[str, Any]:
-        """The status of one process; empty before it is known."""
-        return next((each for each in self.status()["processes"] if each["name"] == name), {})
-
-    def until(self, what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-        """Wait for a condition; fails with the launcher's log."""
-        give_up = time.monotonic() + limit_s
-        while time.monotonic() < give_up:
-            if value := condition():
-                return value
-            time.sleep(0.05)
-        pytest.fail(f"not within {limit_s} s: {what}\n{self.log('launcher')}")
-
-    def until_step(self, step: int) -> None:
-        """Wait until the drafter has made a step."""
-        self.until(f"step {step}", lambda: any(line.get("step", 0) >= step for line in self.metrics("drafter")))
-
-    def metrics(self, role: str) -> list[dict[str, Any]]:
-        """Metrics of one side."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [record for record in records if record["role"] == role]
-
-    def log(self, name: str) -> str:
-        """Text of a log file; empty before it is there."""
-        path = self.run_dir / "logs" / f"{name}.log"
-        return path.read_text() if path.exists() else ""
-
-    def processes(self) -> list[int]:
-        """Pids of all living processes that were started for this run's folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if f"DFLASH_RUNTIME_DIR={self.folder / 's'}".encode() in environment and state != "Z":
-                found.append(int(entry.name))
-        return found
-
-    def assert_nothing_left(self) -> None:
-        """No process, no segment, no socket."""
-        assert self.processes() == []
-        assert segments_of_run(self.name) == []
-        assert list((self.folder / "s").glob("*/*")) == []
-
-
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
-    made = Runs(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        if process.stdout is not None:
-            process.stdout.close()
-        process.wait()
-    for pid in made.processes():
-        os.kill(pid, signal.SIGKILL)
-    for name in segments_of_run(made.name):
-        os.unlink(f"/dev/shm{name}")
-
-
-def _end(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=limit_s)
-    return process.returncode, out
+__all__ = ["runs"]
 
 
 def test_a_run_ends_with_its_summary_and_leaves_nothing(runs: Runs) -> None:
-    code, out = _end(runs.launch("--set", "evaluation.enabled=true", steps=30))
+    code, out = end(runs.launch("--set", "evaluation.enabled=true", steps=30))
     assert code == 0, out
     summary = json.loads((runs.run_dir / "summary.json").read_text())
     assert summary["steps"] == summary["packs_trained"] == 30
@@ -146,14 +30,14 @@ def test_a_run_ends_with_its_summary_and_leaves_nothing(runs: Runs) -> None:
 
 
 def test_a_killed_drafter_comes_back_from_its_checkpoint_and_the_target_stays(runs: Runs) -> None:
-    launcher = runs.launch(steps=120, step_s=0.02)
+    launcher = runs.launch(steps=60, step_s=0.02)
     runs.until_step(12)
     target, drafter = runs.process("target0"), runs.process("drafter0")
     os.kill(drafter["pid"], signal.SIGKILL)
     again = runs.until("a new drafter", lambda: (p := runs.process("drafter0"))["restarts"] == 1 and p)
     assert again["pid"] != drafter["pid"]
     assert runs.process("target0")["pid"] == target["pid"]
-    code, out = _end(launcher)
+    code, out = end(launcher)
     assert code == 0, out
     assert "drafter0 died (signal SIGKILL); restart 1 of 5" in out
     assert runs.log("target0").count("model loaded") == 1
@@ -162,18 +46,18 @@ def test_a_killed_drafter_comes_back_from_its_checkpoint_and_the_target_stays(ru
     ]
     assert resumed[0] == 0
     assert resumed[1] >= 10
-    assert [line["step"] for line in runs.metrics("drafter")][-1] == 120
+    assert [line["step"] for line in runs.metrics("drafter")][-1] == 60
     runs.assert_nothing_left()
 
 
 def test_a_killed_target_comes_back_and_the_drafter_stays(runs: Runs) -> None:
-    launcher = runs.launch(steps=120, step_s=0.02)
+    launcher = runs.launch(steps=60, step_s=0.02)
     runs.until_step(5)
     drafter = runs.process("drafter0")["pid"]
     os.kill(runs.process("target0")["pid"], signal.SIGKILL)
     runs.until("a new target", lambda: runs.process("target0").get("restarts") == 1)
     assert runs.process("drafter0")["pid"] == drafter
-    code, out = _end(launcher)
+    code, out = end(launcher)
     assert code == 0, out
     runs.assert_nothing_left()
 
@@ -193,7 +77,7 @@ def test_restart_drafter_with_another_learning_rate_keeps_the_target(runs: Runs)
     assert steps == sorted(set(steps)), "the drafter saved before it left, so no step is made twice"
     assert runs.process("drafter0")["restarts"] == 0
     launcher.send_signal(signal.SIGINT)
-    assert _end(launcher)[0] == 130
+    assert end(launcher)[0] == 130
     runs.assert_nothing_left()
 
 
@@ -214,7 +98,7 @@ def test_ctrl_c_is_graceful_and_the_drafter_saves(runs: Runs) -> None:
     runs.until_step(5)
     began = time.monotonic()
     os.killpg(launcher.pid, signal.SIGINT)
-    code, out = _end(launcher)
+    code, out = end(launcher)
     assert code == 130, out
     assert time.monotonic() - began < 15
     (saved,) = (runs.run_dir / "checkpoints").glob("step-*")
@@ -227,7 +111,7 @@ def test_a_process_that_does_not_stop_is_killed_within_the_limit(runs: Runs) -> 
     launcher = runs.launch("--set", "supervisor.stop_timeout_s=1", steps=4000, slow_stop="target")
     runs.until_step(2)
     os.killpg(launcher.pid, signal.SIGINT)
-    code, out = _end(launcher, 15)
+    code, out = end(launcher, 15)
     assert code == 130
     assert "did not stop in time: killed" in out
     runs.assert_nothing_left()
@@ -239,7 +123,7 @@ def test_a_second_ctrl_c_ends_at_once(runs: Runs) -> None:
     os.killpg(launcher.pid, signal.SIGINT)
     runs.until("the graceful stop", lambda: "stopping: both sides" in runs.log("launcher"))
     os.killpg(launcher.pid, signal.SIGINT)
-    code, out = _end(launcher, 10)
+    code, out = end(launcher, 10)
     assert code == 130
     assert "ending at once" in out
     runs.assert_nothing_left()
@@ -251,7 +135,7 @@ def test_a_suspended_process_is_shown_and_ended(runs: Runs) -> None:
     os.kill(runs.process("drafter0")["pid"], signal.SIGSTOP)
     runs.until("it is shown", lambda: runs.process("drafter0")["state"] == "suspended")
     os.killpg(launcher.pid, signal.SIGINT)
-    assert _end(launcher, 15)[0] == 130
+    assert end(launcher, 15)[0] == 130
     runs.assert_nothing_left()
 
 
@@ -263,7 +147,7 @@ def test_children_of_a_killed_launcher_leave_and_the_next_launch_takes_over(runs
     runs.until("the children have left", lambda: not runs.processes(), 10)
     assert segments_of_run(runs.name), "the rings stay for the next launch to find"
     assert "its launcher died" in runs.ask("status", runs.name).stdout
-    code, out = _end(runs.launch(steps=60, step_s=0.01))
+    code, out = end(runs.launch(steps=60, step_s=0.01))
     assert code == 0, out
     assert "left-over segments of an earlier launch" in out
     assert "resumed | step=0" in runs.log("drafter0")
@@ -275,7 +159,7 @@ def test_a_launch_right_after_the_launcher_was_killed_waits_for_the_orphans(runs
     launcher = runs.launch(steps=60, step_s=0.05)
     runs.until_step(2)
     launcher.kill()
-    code, out = _end(runs.launch(steps=60, step_s=0.01))
+    code, out = end(runs.launch(steps=60, step_s=0.01))
     assert code == 0, out
     runs.assert_nothing_left()
 
@@ -286,27 +170,27 @@ def test_everything_killed_at_once_can_be_launched_again(runs: Runs) -> None:
     for pid in [launcher.pid, *(set(runs.processes()) - {launcher.pid})]:
         os.kill(pid, signal.SIGKILL)
     launcher.wait()
-    code, out = _end(runs.launch(steps=60, step_s=0.01))
+    code, out = end(runs.launch(steps=60, step_s=0.01))
     assert code == 0, out
     runs.assert_nothing_left()
 
 
 def test_the_same_name_twice_is_refused_with_the_first_pid_and_the_first_goes_on(runs: Runs) -> None:
-    first = runs.launch(steps=150, step_s=0.02)
+    first = runs.launch(steps=100, step_s=0.02)
     runs.until_step(2)
     began = time.monotonic()
-    code, out = _end(runs.launch(steps=5))
+    code, out = end(runs.launch(steps=5))
     assert code == 2
     assert time.monotonic() - began < 5
     assert f"already running (launcher pid {first.pid})" in out
-    assert _end(first)[0] == 0
+    assert end(first)[0] == 0
 
 
 def test_two_runs_side_by_side_do_not_touch_each_other(runs: Runs) -> None:
-    first = runs.launch(steps=100, step_s=0.02)
-    second = runs.launch(name=f"{runs.name}.b", steps=100, step_s=0.02)
-    assert _end(first)[0] == 0
-    assert _end(second)[0] == 0
+    first = runs.launch(steps=40, step_s=0.02)
+    second = runs.launch(name=f"{runs.name}.b", steps=40, step_s=0.02)
+    assert end(first)[0] == 0
+    assert end(second)[0] == 0
     assert segments_of_run(f"{runs.name}.b") == []
     runs.assert_nothing_left()
 
@@ -316,7 +200,7 @@ def test_a_child_that_dies_at_start_ends_the_run_with_its_last_lines_and_code(
     runs: Runs, code: int, expected: int
 ) -> None:
     launcher = runs.launch(steps=4000, start_exit={"target0": code})
-    returned, out = _end(launcher, 15)
+    returned, out = end(launcher, 15)
     assert returned == expected
     assert f"target0 left with code {code}" in out
     lines = out.splitlines()
@@ -328,7 +212,7 @@ def test_a_child_that_dies_at_start_ends_the_run_with_its_last_lines_and_code(
 
 def test_a_target_that_dies_in_every_life_ends_the_run_after_max_restarts(runs: Runs) -> None:
     launcher = runs.launch("--set", "supervisor.max_restarts=2", steps=4000, pack_s=0.2, late_exit={"target0": 1})
-    code, out = _end(launcher)
+    code, out = end(launcher)
     assert code == 4
     assert "restart 2 of 2" in out
     assert "after 2 restarts (supervisor.max_restarts)" in out
@@ -336,14 +220,14 @@ def test_a_target_that_dies_in_every_life_ends_the_run_after_max_restarts(runs: 
 
 
 def test_a_cause_that_would_repeat_is_not_restarted(runs: Runs) -> None:
-    code, out = _end(runs.launch(steps=4000, pack_s=0.2, late_exit={"target0": 3}))
+    code, out = end(runs.launch(steps=4000, pack_s=0.2, late_exit={"target0": 3}))
     assert code == 3
     assert "restart 1" not in out
     runs.assert_nothing_left()
 
 
 def test_preparation_that_fails_ends_the_run_with_its_code(runs: Runs) -> None:
-    code, out = _end(runs.launch(prepare_exit=3))
+    code, out = end(runs.launch(prepare_exit=3))
     assert code == 3
     assert "    data.sources: /does/not/exist: no such file" in out.splitlines()
     runs.assert_nothing_left()
@@ -353,7 +237,7 @@ def test_ctrl_c_during_preparation_ends_with_130(runs: Runs) -> None:
     launcher = runs.launch(prepare_s=60)
     runs.until("preparation", lambda: "preparing 2" in runs.log("prepare"))
     os.killpg(launcher.pid, signal.SIGINT)
-    assert _end(launcher, 10)[0] == 130
+    assert end(launcher, 10)[0] == 130
     runs.assert_nothing_left()
 
 
@@ -369,7 +253,7 @@ def test_stop_from_another_terminal_waits_for_the_end_and_may_be_repeated(runs: 
     runs.until_step(2)
     answer = runs.ask("stop", runs.name)
     assert answer.returncode == 0, answer.stderr
-    assert _end(launcher, 5)[0] == 130
+    assert end(launcher, 5)[0] == 130
     runs.assert_nothing_left()
     again = runs.ask("stop", runs.name)
     assert again.returncode == 0
@@ -389,7 +273,7 @@ def test_pause_checkpoint_set_and_resume_reach_the_processes(runs: Runs) -> None
     seen = runs.until("the settings", lambda: runs.process("drafter0").get("settings_seen"))
     assert seen == {"ring.min_ready": 2, "training.log_every_steps": 3}
     launcher.send_signal(signal.SIGINT)
-    assert _end(launcher)[0] == 130
+    assert end(launcher)[0] == 130
 
 
 def test_a_full_ring_costs_the_waiting_target_almost_no_processor_time(runs: Runs) -> None:
@@ -431,14 +315,26 @@ def test_several_producers_and_drafters_restart_as_their_sides_need(runs: Runs) 
     after = {process["name"]: process["pid"] for process in runs.status()["processes"]}
     assert after["target0"] == before["target0"]
     assert after["target1"] != before["target1"]
-    code, out = _end(launcher)
+    code, out = end(launcher)
     assert code == 0, out
     runs.assert_nothing_left()
 
 
 def test_old_results_are_kept_when_a_finished_run_is_launched_again(runs: Runs) -> None:
-    assert _end(runs.launch(steps=10))[0] == 0
-    assert _end(runs.launch(steps=20))[0] == 0
+    assert end(runs.launch(steps=10))[0] == 0
+    assert end(runs.launch(steps=20))[0] == 0
     assert json.loads((runs.run_dir / "summary.json.1").read_text())["steps"] == 10
     assert json.loads((runs.run_dir / "summary.json").read_text())["steps"] == 20
     assert [line["step"] for line in runs.metrics("drafter")] == list(range(1, 21))
+
+
+def test_a_detached_run_goes_on_without_its_terminal(runs: Runs) -> None:
+    code, out = end(runs.launch("--detach", steps=60, step_s=0.02))
+    assert code == 0, out
+    assert "in the background, launcher pid" in out
+    code, again = end(runs.launch("--detach", steps=60))
+    assert code == 2
+    assert "already running" in again
+    runs.until("the end", lambda: (runs.run_dir / "summary.json").exists())
+    runs.until("it has left", lambda: not runs.processes())
+    runs.assert_nothing_left()

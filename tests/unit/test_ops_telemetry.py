@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ops.telemetry import METRICS_FILE, Log, Metrics
+from ops.telemetry import METRICS_FILE, Log, Metrics, end_last_line
 
 
 def _lines(run_dir: Path) -> list[dict[str, object]]:
@@ -36,9 +37,30 @@ def test_numbers_that_json_does_not_know_become_null_and_scalars_become_numbers(
 
 def test_a_torn_last_line_does_not_swallow_the_next(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text('{"time": 1, "ro')
+    end_last_line(tmp_path)
+    end_last_line(tmp_path)
     with Metrics(tmp_path, "target", 0) as metrics:
         metrics.write(step=1)
+    assert len((tmp_path / METRICS_FILE).read_text().splitlines()) == 2
     assert json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[-1])["step"] == 1
+
+
+def test_a_full_disk_is_said_once_and_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Metrics(tmp_path, "target", 0) as metrics:
+        metrics.write(step=1)
+        with monkeypatch.context() as full:
+            full.setattr("ops.telemetry.os.write", _no_space)
+            metrics.write(step=2)
+            metrics.write(step=3)
+        metrics.write(step=4)
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 4]
+    assert capsys.readouterr().err == "metrics are lost from step 2 on: No space left on device\n"
+
+
+def _no_space(_fd: int, _data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_lines_of_three_processes_never_mix(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""doctor names what is wrong with a machine, and which side of a run became slow and why."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from ops.doctor import compare, describe, read_report
+from ops.doctor_machine import FAULT, OK, check_machine
+from ops.errors import RunMissing
+
+
+def _metrics(path: Path, target: dict[str, float], drafter: dict[str, float]) -> Path:
+    lines = []
+    for step in range(10):
+        warm = 0.1 if step < 2 else 1.0
+        for role, values in (("target", target), ("drafter", drafter)):
+            slow = values | {"tokens_per_s": values["tokens_per_s"] * warm}
+            lines.append(json.dumps({"time": 1.0 + step, "role": role, "rank": 0, "step": step, **slow}))
+    path.write_text("\n".join(lines) + "\nnot a line\n")
+    return path
+
+
+def test_a_slower_target_is_named_with_its_share_and_cause(tmp_path: Path) -> None:
+    before = _metrics(tmp_path / "a", {"tokens_per_s": 1000, "blocked_pct": 30, "forward_pct": 60, "copy_pct": 5},
+                      {"tokens_per_s": 1000, "starved_pct": 2})  # fmt: skip
+    after = _metrics(tmp_path / "b", {"tokens_per_s": 800, "blocked_pct": 1, "forward_pct": 70, "copy_pct": 29},
+                     {"tokens_per_s": 800, "starved_pct": 35})  # fmt: skip
+    now = read_report(after)
+    assert now.verdict.kind == "target-bound"
+    lines = compare(now, read_report(before))
+    assert lines[0].startswith("the target lost 20% of its throughput: 1,000 -> 800 tokens/s; it does not wait more")
+    assert lines[1] == "  blocked: 30 % -> 1 %"
+    assert lines[2] == "  copy: 5 % -> 29 %"
+    assert any("the drafter lost 20%" in line and "it waits for the target 2 % -> 35 %" in line for line in lines)
+
+
+def test_two_equal_runs_have_no_regression(tmp_path: Path) -> None:
+    same = {"tokens_per_s": 1000, "blocked_pct": 30}
+    report = read_report(_metrics(tmp_path / "a", same, {"tokens_per_s": 990, "starved_pct": 1}))
+    assert compare(report, report) == [f"no change of more than 10% against {tmp_path / 'a'}"]
+
+
+def test_a_run_is_described_by_where_its_time_went(tmp_path: Path) -> None:
+    report = read_report(_metrics(tmp_path / "a", {"tokens_per_s": 1000, "blocked_pct": 70, "forward_pct": 25},
+                                  {"tokens_per_s": 990, "starved_pct": 1}))  # fmt: skip
+    text = "\n".join(describe(report))
+    assert text.startswith("drafter-bound: ")
+    assert "target: 1,000 tokens/s" in text, "the warm-up lines do not count"
+    assert "  forward: 25 % of the time\n  blocked: 70 % of the time\n  everything else: 5 % of the time" in text
+
+
+def test_a_missing_or_empty_metrics_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunMissing, match="no metrics"):
+        read_report(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(RunMissing, match="holds no lines"):
+        read_report(tmp_path)
+
+
+def test_this_machine_is_fit_for_the_tests() -> None:
+    findings = check_machine()
+    assert {finding.what for finding in findings} >= {
+        "python",
+        "packages",
+        "libatomic",
+        "futex",
+        "/dev/shm",
+        "GPUs",
+    } - ({"GPUs"} if any(f.what == "GPU" for f in findings) else set())
+    assert [finding.line for finding in findings if finding.what == "libatomic"] == ["ok       libatomic: found"]
+
+
+def test_a_small_shared_memory_is_a_fault_for_a_large_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("ops.doctor_machine.shutil.disk_usage", lambda _path: usage(64 << 20, 0, 64 << 20))
+    (finding,) = [each for each in check_machine(shm_bytes=25_600_000_000) if each.what == "/dev/shm"]
+    assert finding.level == FAULT
+    assert "the run's rings need 25.60 GB" in finding.text
+    assert "--shm-size" in finding.text
+
+
+def test_a_missing_libatomic_is_a_fault_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ctypes.CDLL
+
+    def without(name: str | None, **options: bool) -> ctypes.CDLL:
+        if name == "libatomic.so.1":
+            raise OSError(name)
+        return real(name, **options)
+
+    monkeypatch.setattr("ops.doctor_machine.ctypes.CDLL", without)
+    findings = check_machine()
+    (finding,) = [each for each in findings if each.what == "libatomic"]
+    assert finding.level == FAULT
+    assert "apt-get install libatomic1" in finding.text
+    assert [each.level for each in findings if each.what == "futex"] == [OK]

@@ -1,0 +1,141 @@
+"""A run's folder is claimed once, found by name, and keeps what was in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from configs.load import ConfigError, config_from, load_config
+from ops.changes import change_live, change_on_restart
+from ops.errors import NoResource, RunMissing, RunTaken
+from ops.locks import FileLock, holder_pid
+from ops.paths import runtime_dir
+from ops.run_folder import claim, find_run, last_lines, set_results_aside, write_config
+
+
+def test_a_claim_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
+    first = claim(tmp_path / "a")
+    with pytest.raises(RunTaken, match=f"'a' is already running \\(launcher pid {os.getpid()}\\)"):
+        claim(tmp_path / "a")
+    assert holder_pid(tmp_path / "a" / "lock") == os.getpid()
+    first.drop()
+    assert holder_pid(tmp_path / "a" / "lock") == 0
+    claim(tmp_path / "a").drop()
+
+
+def test_a_lock_dies_with_its_holder_and_not_with_its_forks_parent(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys
+from pathlib import Path
+from ops.locks import FileLock
+lock = FileLock(Path({str(tmp_path / "lock")!r}))
+assert lock.take() == 0
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("up", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        holder.wait(10)
+        assert holder_pid(tmp_path / "lock") == 0, "the forked child still lives but must not hold it"
+
+
+def test_a_reader_that_looks_at_a_lock_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    probe = (tmp_path / "lock").open("w")
+    fcntl.flock(probe, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, probe.close)
+    timer.start()
+    lock = FileLock(tmp_path / "lock")
+    assert lock.take() == 0
+    timer.join()
+    lock.drop()
+
+
+def test_a_changed_config_keeps_the_old_one_under_a_number(tmp_path: Path) -> None:
+    for rate in (0.1, 0.2, 0.2, 0.3):
+        write_config(tmp_path, config_from({"optimizer": {"lr": rate}}))
+    rates = [load_config(tmp_path / name).optimizer.lr for name in ("config.yaml.1", "config.yaml.2", "config.yaml")]
+    assert rates == [0.1, 0.2, 0.3]
+    assert not (tmp_path / "config.yaml.3").exists()
+
+
+def test_results_of_an_earlier_launch_are_kept(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        (tmp_path / "summary.json").write_text(text)
+        set_results_aside(tmp_path)
+    assert (tmp_path / "summary.json.1").read_text() == "one"
+    assert (tmp_path / "summary.json.2").read_text() == "two"
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_the_newest_living_run_is_found_before_newer_dead_ones(tmp_path: Path) -> None:
+    locks = {}
+    for number, name in enumerate(("old", "living", "new")):
+        locks[name] = claim(tmp_path / name)
+        write_config(tmp_path / name, config_from({}))
+        os.utime(tmp_path / name / "lock", (number, number))
+    for name in ("old", "new"):
+        locks[name].drop()
+    assert find_run(None, tmp_path).name == "living"
+    locks["living"].drop()
+    assert find_run(None, tmp_path).name == "new"
+    assert find_run("old", tmp_path) == tmp_path / "old"
+    assert find_run(str(tmp_path / "old"), tmp_path / "elsewhere") == tmp_path / "old"
+    with pytest.raises(RunMissing, match=r"no run 'nwe' .*known: new, living, old"):
+        find_run("nwe", tmp_path)
+    with pytest.raises(RunMissing, match="start one with"):
+        find_run(None, tmp_path / "elsewhere")
+
+
+def test_last_lines_begin_where_the_present_life_began(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("old\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("".join(f"line {number}\n" for number in range(5)))
+    assert last_lines(log, 2, start) == ["line 3", "line 4"]
+    assert last_lines(log, 20, start)[0] == "line 0"
+    assert last_lines(tmp_path / "none") == []
+
+
+def test_a_restart_may_change_only_what_leaves_packs_as_they_are(tmp_path: Path) -> None:
+    config = config_from({})
+    changed = change_on_restart(tmp_path, config, ["optimizer.lr=0.5", "ring.pick=random"], "drafter")
+    assert load_config(tmp_path / "config.yaml") == changed
+    assert changed.optimizer.lr == 0.5
+    for override in ("drafter.num_layers=3", "training.devices=[cpu, cpu]", "run.name=b", "ring.num_slots=3"):
+        with pytest.raises(ConfigError, match="cannot change it"):
+            change_on_restart(tmp_path, config, [override], "drafter")
+    with pytest.raises(ConfigError, match="cannot change it"):
+        change_on_restart(tmp_path, config, ["optimizer.lr=0.5"], "target")
+    with pytest.raises(ConfigError, match="greater than 0"):
+        change_on_restart(tmp_path, config, ["optimizer.lr=-1"], "drafter")
+
+
+def test_live_settings_come_out_typed(tmp_path: Path) -> None:
+    _, values = change_live(tmp_path, config_from({}), ["ring.min_ready=2", "ring.pick=random"])
+    assert values == {"ring.min_ready": 2, "ring.pick": "random"}
+    with pytest.raises(ConfigError, match=r"ring\.min_ready"):
+        change_live(tmp_path, config_from({}), ["ring.min_ready=two"])
+
+
+def test_a_socket_folder_of_someone_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "s"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(shared))
+    with pytest.raises(NoResource, match=r"is not a private folder of this user .*mode 777"):
+        runtime_dir(tmp_path / "run", create=True)
+    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "link"))
+    (tmp_path / "link").symlink_to(shared)
+    with pytest.raises(NoResource, match="is not a private folder"):
+        runtime_dir(tmp_path / "run", create=True)
