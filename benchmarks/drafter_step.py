@@ -14,6 +14,7 @@ Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -112,6 +113,7 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
     for _ in range(WARM_UP):
         run()
     torch.cuda.synchronize()
+    wait_for_turn()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     began = time.perf_counter()
     for event in events[:-1]:
@@ -128,6 +130,27 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
         "wall_ms": wall_ms,
         "runs_ms": [round(run, 3) for run in runs],
     }
+
+
+def wait_for_turn() -> None:
+    """Let measurements started together compile at the same time and measure one after another.
+
+    STEP_GATE names a folder, STEP_GATE_COUNT how many must be ready before the first one measures (at most 240 s). The
+    turn ends with the process.
+    """
+    gate = os.environ.get("STEP_GATE")
+    if not gate or _turn:
+        return
+    folder = Path(gate)
+    (folder / f"ready.{os.getpid()}").touch()
+    until = time.monotonic() + 240
+    while len(list(folder.glob("ready.*"))) < int(os.environ["STEP_GATE_COUNT"]) and time.monotonic() < until:
+        time.sleep(0.05)
+    _turn.append((folder / "turn").open("w"))
+    fcntl.flock(_turn[0], fcntl.LOCK_EX)
+
+
+_turn: list[Any] = []
 
 
 def memory() -> dict[str, float]:

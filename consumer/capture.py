@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from consumer.attention import flex_attention_of
-from consumer.drafter import Pieces, add_norm, gated, heads, rms_norm
+from consumer.drafter import Pieces, heads, rms_norm
 from consumer.step import TrainStep
 
 WARM_UP_RUNS = 3
@@ -44,9 +44,11 @@ def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) ->
 
 
 def compiled_pieces() -> Pieces:
-    """Compile each function between the matrix products by itself, for the fixed shapes of a run."""
+    """Return the functions between the matrix products, fast: kernels of our own, the lighter ones compiled."""
+    from consumer import piece_kernels  # Triton is there on a GPU machine only
+
     compile_one = partial(torch.compile, dynamic=False, fullgraph=True)
-    return Pieces(compile_one(rms_norm), compile_one(add_norm), compile_one(gated), compile_one(heads))
+    return Pieces(compile_one(rms_norm), piece_kernels.add_norm, piece_kernels.gated, compile_one(heads))
 
 
 def captured(step: TrainStep) -> torch.cuda.CUDAGraph:

@@ -147,7 +147,7 @@ def heads(
     """Norm, rotate and lay out the heads.
 
     Shapes: qkv [Q, q|k|v], kv_context [T, k|v], cos and sin [T + Q, D] (context first)
-    -> q [heads, Q, D], k and v [kv heads, T + Q, D].
+    -> q [heads, Q, D], k and v [kv heads, T + Q, D], views of row-major storage (so attention's output is one too).
     """
     head_dim, kv_width = q_weight.shape[0], kv_context.shape[1] // 2
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=-1)
@@ -157,7 +157,14 @@ def heads(
     num_context = kv_context.shape[0]
     q = _turned(rms_norm(q.unflatten(-1, (-1, head_dim)), q_weight, eps), cos[num_context:], sin[num_context:])
     k = _turned(rms_norm(k, k_weight, eps), cos, sin)
-    return q.transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """Turn [A + 1, O], the anchors' rows and the one that all other slots share, into [A*B, O]."""
+    num_anchors = rows.shape[0] - 1
+    others = rows[-1:].expand(num_anchors * (block_size - 1), -1).view(num_anchors, block_size - 1, -1)
+    return torch.cat([rows[:-1, None], others], dim=1).flatten(0, 1)
 
 
 @dataclass
@@ -270,22 +277,28 @@ class Drafter(nn.Module):
         context_position: Tensor,
         attend: Attend,
         predicted_only: bool = False,
+        shared_mask_row: bool = False,
     ) -> Tensor:
         """Run the layers over the block rows and return their states after the final norm.
 
-        block_x [Q, H] embedded blocks; g [T, H]; block_position [Q] and context_position [T]: positions in the
-        document; attend: attention.py makes it for the step's anchors.
+        block_x [Q, H] embedded blocks, or, with `shared_mask_row`, [A + 1, H]: the anchors' rows, then the mask
+        token's, which all other slots share; the first layer's products then take A + 1 rows in place of A*B.
+        g [T, H]; block_position [Q] and context_position [T]: positions in the document; attend: attention.py makes
+        it for the step's anchors.
         Returns [Q, H], or [A*(B-1), H] with `predicted_only`: slot 0 predicts nothing and is dropped as soon as no
         later layer reads it.
         """
         eps = self.shape.rms_eps
         cos, sin = rotation(torch.cat([context_position, block_position]), self.shape.head_dim, self.shape.rope_theta)
-        layers, pieces, x = self._layers(), self.pieces, block_x
-        y = pieces.rms_norm(x, layers[0].input_layernorm.weight, eps)
+        layers, pieces, size = self._layers(), self.pieces, self.shape.block_size
+        y = pieces.rms_norm(block_x, layers[0].input_layernorm.weight, eps)
+        x = spread(block_x, size) if shared_mask_row else block_x
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
             qkv, kv_context = attention.qkv_and_context(y, g)
+            if shared_mask_row and index == 0:
+                qkv = spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
             mixed = attend(q, k, v, self.shape.layer_types[index]).transpose(0, 1).flatten(1)
             if last and predicted_only:

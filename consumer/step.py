@@ -153,10 +153,18 @@ class TrainStep:
             anchors, pack.input_ids, pack.loss_mask, pack.doc_start, shape.block_size, shape.mask_token_id
         )
         g_TH = self.drafter.context(pack.features.to(dtype))
-        block_QH = self.head.embedding[blocks.input_ids.flatten()]
+        tokens = torch.cat([blocks.input_ids[:, 0], blocks.input_ids.new_full((1,), shape.mask_token_id)])
         attend = self.attention(anchors, pack.doc_start, shape)
         positions = positions_in_document(pack.doc_start)
-        hidden = self.drafter(block_QH, g_TH, blocks.positions.flatten(), positions, attend, predicted_only=True)
+        hidden = self.drafter(
+            self.head.embedding[tokens],
+            g_TH,
+            blocks.positions.flatten(),
+            positions,
+            attend,
+            predicted_only=True,
+            shared_mask_row=True,
+        )
         hidden_ASH = hidden.unflatten(0, (-1, shape.block_size - 1))
         labels, valid = self.head.labels(blocks.labels[:, 1:]), blocks.valid[:, 1:]
         goal = self._target_hidden(anchors)
