@@ -142,7 +142,7 @@ def as_json(values: dict[str, Any]) -> str:
 
 
 def status_from_files(run_dir: Path) -> dict[str, Any]:
-    """Return what the files say about a run whose launcher does not answer: its end, and each process's last metrics."""
+    """Return what the files say about a run without a launcher: its end, and each process's last metrics."""
     pid = launcher_pid(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.poll()

@@ -303,7 +303,7 @@ def test_several_producers_and_drafters_restart_as_their_sides_need(runs: Runs) 
     launcher = runs.launch(
         "--set", "target.devices=[cpu, cpu]", "--set", "training.devices=[cpu, cpu]", steps=150, step_s=0.02
     )
-    runs.until_step(3)
+    runs.until("all are ready", lambda: runs.status()["state"] == "running")
     before = {process["name"]: process["pid"] for process in runs.status()["processes"]}
     assert sorted(before) == ["drafter0", "drafter1", "target0", "target1"]
     os.kill(before["drafter1"], signal.SIGKILL)
