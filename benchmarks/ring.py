@@ -4,10 +4,11 @@
 
 Definitions. cycle: acquire + publish + take + release in one process, nothing copied. round trip: 64 bytes there and
 back over two links, from before the send to after the receive. slots/s: 64-byte arrays, 64 slots on the way. GB/s:
-payload bytes through a copy in and a copy out, by the receiver's clock, after one round through every slot (page faults);
-the ceiling is the slower of two processes that each copy between buffers of their own at the same time; a ratio compares
-neighbours in one round. wake-up: from a stamp taken before the send, 3 ms after the last, to the waiting receiver having
-it. Each process is pinned to a core of its own. The first and last word of each transfer and the last array are checked.
+payload bytes through a copy in and a copy out, by the receiver's clock, after one round through every slot (page
+faults); the ceiling is the slower of two processes that each copy between buffers of their own at the same time; a
+ratio is to the mean of the ceilings measured right before and right after. wake-up: from a stamp taken before the send,
+3 ms after the last one, to the waiting receiver having it. Each process is pinned to a core of its own. The first and
+last word of every transfer are checked, and the whole of the last array.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 
 from benchmarks.ring_links import LINKS, Array, Ceiling, FutexFloor, Link
 from shm_ring import Field, Reader, Ring, SlotSpec, errors, ring_name
+from shm_ring.names import SHM_DIR
 
 _fork = multiprocessing.get_context("fork")
 CORES = sorted(os.sched_getaffinity(0))
@@ -214,18 +216,26 @@ def transfer_s(kind: type[Link], num_bytes: int, num_slots: int, transfers: int)
 
 
 def bandwidth(num_bytes: int, transfers: int, rounds: int) -> dict[str, Any]:
-    """Measure every link and the ceiling in turns; GB/s, and the ratio to the ceiling of the same round."""
+    """Measure every link between two ceilings; GB/s, and the ratio to the mean of the two."""
+
+    def rate(kind: type[Link], num: int) -> float:
+        return num_bytes * num / transfer_s(kind, num_bytes, 4, num) / 1e9
+
     rates: dict[str, list[float]] = {name: [] for name in ("ceiling", *LINKS)}
+    ratios: dict[str, list[float]] = {name: [] for name in LINKS}
     for _ in range(rounds):
-        for name in rates:
+        before = rate(Ceiling, transfers)
+        for name, kind in LINKS.items():
             slow = name in ("mp.Queue of arrays", "pyzmq ipc")
-            num = max(2, transfers // 8) if slow else transfers
-            seconds = transfer_s(LINKS.get(name, Ceiling), num_bytes, 4, num)
-            rates[name].append(num_bytes * num / seconds / 1e9)
-    report = {}
-    for name, values in rates.items():
-        ratios = [rate / most for rate, most in zip(values, rates["ceiling"], strict=True)]
-        report[name] = {"gb_per_s": spread(values), "of_ceiling": spread(ratios)}
+            found = rate(kind, max(2, transfers // 8) if slow else transfers)
+            after = rate(Ceiling, transfers)
+            rates[name].append(found)
+            rates["ceiling"].append(after)
+            ratios[name].append(2 * found / (before + after))
+            before = after
+    report: dict[str, Any] = {name: {"gb_per_s": spread(values)} for name, values in rates.items()}
+    for name, values in ratios.items():
+        report[name]["of_ceiling"] = spread(values)
     return report
 
 
@@ -237,7 +247,7 @@ def machine() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(), "cpu": cpu,
         "cores": len(CORES), "kernel": platform.release(), "python": platform.python_version(),
-        "load_before": os.getloadavg()[0], "note": "shared machine: trust ratios within a round more than figures",
+        "load_before": os.getloadavg()[0], "note": "shared machine: trust ratios more than figures",
         "versions": {name: metadata.version(name) for name in ("numpy", "pyzmq", "iceoryx2", "posix_ipc")},
     }  # fmt: skip
 
@@ -250,6 +260,7 @@ def main() -> None:
     args = parser.parse_args()
     part = 10 if args.quick else 1
     runs = 2 if args.quick else 7
+    before = set(Path(SHM_DIR).glob("iox2_*"))
     result: dict[str, Any] = {"machine": machine(), "cycle_us": cycle_us(runs)}
     result["waiting_cpu_percent"] = waiting_cpu_percent(10 / part)
     waking: dict[str, type[Link]] = {"futex alone (floor)": FutexFloor, **LINKS}
@@ -261,6 +272,8 @@ def main() -> None:
     }
     result["64_mib"] = bandwidth(64 * MIB, max(4, 24 // part), runs)
     result["400_mib"] = bandwidth(400 * MIB, max(3, 8 // part), min(runs, 5))
+    for path in set(Path(SHM_DIR).glob("iox2_*")) - before:  # iceoryx2's own management files
+        path.unlink(missing_ok=True)
     text = json.dumps(result, indent=1)
     print(text)
     if args.out:
