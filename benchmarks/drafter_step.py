@@ -67,18 +67,20 @@ def shape_of(size: Size) -> DrafterShape:
     )  # fmt: skip
 
 
-def products_tflop(size: Size, skip_anchors: bool) -> float:
+def products_tflop(size: Size, as_executed: bool) -> float:
     """Matrix products of one step in TFLOP, attention left out: 3 for trained weights, 2 for the frozen head and fc.
 
-    skip_anchors: as executed here, without slot 0 in the head and behind the last layer's attention, where nothing
-    reads it; else as everyone counts.
+    as_executed: what this project computes: no slot 0 in the head and behind the last layer's attention, where nothing
+    reads it, and in the first layer's q, k, v one row for all mask slots; else as everyone counts.
     """
     rows, kv = size.anchors * BLOCK, 2 * 8 * 128
     heads = size.num_heads * 128
-    used = size.anchors * (BLOCK - 1) if skip_anchors else rows
+    used = size.anchors * (BLOCK - 1) if as_executed else rows
     behind = size.hidden * heads + 3 * size.hidden * size.intermediate
     ahead = size.hidden * (heads + kv)
-    layers = LAYERS * (rows * ahead + size.tokens * size.hidden * kv) + ((LAYERS - 1) * rows + used) * behind
+    first = size.anchors + 1 if as_executed else rows
+    layers = (first + (LAYERS - 1) * rows) * ahead + LAYERS * size.tokens * size.hidden * kv
+    layers += ((LAYERS - 1) * rows + used) * behind
     fc = size.tokens * TAPS * size.hidden**2
     return 2e-12 * (3 * layers + 2 * fc + 2 * used * size.hidden * size.vocab)
 
@@ -95,7 +97,7 @@ def make_pack(size: Size, seed: int = 0) -> PackTensors:
     )
 
 
-def make_step(size: Size, labels: str = "hard") -> TrainStep:
+def make_step(size: Size, chunk_rows: int = 2048) -> TrainStep:
     """A training step with random weights, in bfloat16 over float32 masters."""
     torch.manual_seed(0)
     with DEVICE:
@@ -103,7 +105,7 @@ def make_step(size: Size, labels: str = "hard") -> TrainStep:
     embedding = (torch.randn(size.vocab, size.hidden, device=DEVICE) * 0.02).to(torch.bfloat16)
     head = FrozenHead(embedding, (torch.randn(size.vocab, size.hidden, device=DEVICE) * 0.02).to(torch.bfloat16))
     return TrainStep(
-        drafter, head, make_pack(size), AnchorsConfig(num=size.anchors), LossConfig(gamma=7.0, labels=labels),
+        drafter, head, make_pack(size), AnchorsConfig(num=size.anchors), LossConfig(gamma=7.0, chunk_rows=chunk_rows),
         OptimizerConfig(), 1000, 0, dtype=torch.bfloat16,
     )  # fmt: skip
 
@@ -206,9 +208,9 @@ def busy_pct(spans: list[tuple[float, float]]) -> float:
     return 100 * busy / (until - spans[0][0])
 
 
-def ours(size: Size, variant: str) -> dict[str, Any]:
+def ours(size: Size, variant: str, chunk_rows: int) -> dict[str, Any]:
     """Measure this project's step."""
-    step = make_step(size)
+    step = make_step(size, chunk_rows)
     if variant == "old":
         from benchmarks.drafter_step_old import as_before
 
@@ -229,7 +231,7 @@ def ours(size: Size, variant: str) -> dict[str, Any]:
     return result if variant == "old" else result | facts
 
 
-def measure(name: str, variant: str) -> dict[str, Any]:
+def measure(name: str, variant: str, chunk_rows: int) -> dict[str, Any]:
     """One measurement with what is needed to read it."""
     size = SIZES[name]
     if variant == "speculators":
@@ -237,7 +239,7 @@ def measure(name: str, variant: str) -> dict[str, Any]:
 
         result = speculators(size, shape_of(size))
     else:
-        result = ours(size, variant)
+        result = ours(size, variant, chunk_rows)
     nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
     result |= {
         "shape": name,
@@ -247,7 +249,7 @@ def measure(name: str, variant: str) -> dict[str, Any]:
         "products_tflop_executed": executed,
         "tflops": nominal / result["step_ms"] * 1e3,
         "tflops_executed": executed / result["step_ms"] * 1e3,
-        "config": size._asdict(),
+        "config": size._asdict() | {"chunk_rows": chunk_rows},
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda},
     }
@@ -289,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SIZES)
     parser.add_argument("--variant", choices=("captured", "eager", "old", "speculators", "fp8"), default="captured")
+    parser.add_argument("--chunk-rows", type=int, default=LossConfig().chunk_rows)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--collect", type=Path)
     parser.add_argument("--results", type=Path)
@@ -296,7 +299,7 @@ def main() -> None:
     if arguments.collect:
         collect(arguments.collect, arguments.results)
         return
-    result = measure(arguments.shape, arguments.variant)
+    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows)
     path = arguments.out / f"step_{arguments.shape}_{arguments.variant}.json"
     path.write_text(json.dumps(result, indent=1))
     short = {key: value for key, value in result.items() if key not in ("runs_ms", "breakdown", "config", "versions")}

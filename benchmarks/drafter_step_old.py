@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from consumer.anchors import Anchors
+from consumer.attention import flex_rows
 from consumer.block_mask import intervals
 from consumer.drafter import FULL, SLIDING, Attend, DrafterShape
 from consumer.step import TrainStep
@@ -23,15 +24,15 @@ READS = 8
 
 def as_before(step: TrainStep) -> Callable[[], Any]:
     """Turn `step` into the old way and return the function that does one step."""
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_rows, dynamic=False)
 
     def attention(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape) -> Attend:
         num_keys = doc_start_T.shape[0] + anchors.position.shape[0] * shape.block_size
         masks = {kind: _mask(anchors, doc_start_T, shape, kind, num_keys) for kind in (SLIDING, FULL)}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer_type: str) -> Tensor:
-            out: Tensor = compiled(q[None], k[None], v[None], block_mask=masks[layer_type], enable_gqa=True)
-            return out[0]
+            out: Tensor = compiled(q, k, v, masks[layer_type])
+            return out
 
         return attend
 

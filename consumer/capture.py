@@ -11,9 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
-from consumer.attention import flex_attention_of
+from consumer.attention import flex_attention_of, flex_rows
 from consumer.drafter import Pieces, heads, rms_norm
 from consumer.step import TrainStep
 
@@ -30,7 +29,7 @@ def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) ->
     step.execute = step.on_device
     if compile_parts:
         step.drafter.pieces = compiled_pieces()
-        step.attention = partial(flex_attention_of, compiled=torch.compile(flex_attention, dynamic=False))
+        step.attention = partial(flex_attention_of, flex=torch.compile(flex_rows, dynamic=False))
     if not cuda_graph:
         return False
     try:

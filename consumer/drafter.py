@@ -22,7 +22,7 @@ from consumer.linear import ContextProjection, Projection
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
-"""(q [heads, Q, D], k and v [kv heads, T + Q, D] with the context first, layer type) -> [heads, Q, D]."""
+"""(q [Q, heads, D], k and v [T + Q, kv heads, D] with the context first, layer type) -> [Q, heads*D]."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def heads(
     """Norm, rotate and lay out the heads.
 
     Shapes: qkv [Q, q|k|v], kv_context [T, k|v], cos and sin [T + Q, D] (context first)
-    -> q [heads, Q, D], k and v [kv heads, T + Q, D], views of row-major storage (so attention's output is one too).
+    -> q [Q, heads, D], k and v [T + Q, kv heads, D].
     """
     head_dim, kv_width = q_weight.shape[0], kv_context.shape[1] // 2
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=-1)
@@ -157,7 +157,7 @@ def heads(
     num_context = kv_context.shape[0]
     q = _turned(rms_norm(q.unflatten(-1, (-1, head_dim)), q_weight, eps), cos[num_context:], sin[num_context:])
     k = _turned(rms_norm(k, k_weight, eps), cos, sin)
-    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return q, k, v
 
 
 def spread(rows: Tensor, block_size: int) -> Tensor:
@@ -300,7 +300,7 @@ class Drafter(nn.Module):
             if shared_mask_row and index == 0:
                 qkv = spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
-            mixed = attend(q, k, v, self.shape.layer_types[index]).transpose(0, 1).flatten(1)
+            mixed = attend(q, k, v, self.shape.layer_types[index])
             if last and predicted_only:
                 x, mixed = self._without_anchors(x), self._without_anchors(mixed)
             x, y = pieces.add_norm(x, attention.out(mixed), layer.post_attention_layernorm.weight, eps)

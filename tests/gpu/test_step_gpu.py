@@ -10,7 +10,7 @@ import torch
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer import loss as loss_module
 from consumer.anchors import Anchors, random_keys, select_anchors
-from consumer.attention import block_mask_of, dense_attention, flex_attention_of
+from consumer.attention import block_mask_of, dense_attention, flex_attention_of, flex_rows
 from consumer.block_mask import closed_form_tables, dense_mask, intervals
 from consumer.capture import captured, prepare
 from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape
@@ -87,13 +87,13 @@ def test_flex_attention_equals_dense_attention(layout):
     pack = pack_of("cuda", torch.float32)
     keys = random_keys(torch.tensor(1, device="cuda"), torch.tensor(2, device="cuda"), TOKENS)
     anchors = select_anchors(pack.loss_mask, pack.doc_start, 32, 8, 0, keys)
-    compiled = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=False)
+    compiled = torch.compile(flex_rows, dynamic=False)
     rows = 32 * 8
     results = []
-    for make in (dense_attention, lambda *given: flex_attention_of(*given, compiled=compiled)):
+    for make in (dense_attention, lambda *given: flex_attention_of(*given, flex=compiled)):
         torch.manual_seed(0)
         q, k, v = (
-            torch.randn(heads, length, 32, device="cuda", requires_grad=True)
+            torch.randn(length, heads, 32, device="cuda", requires_grad=True)
             for heads, length in ((4, rows), (2, TOKENS + rows), (2, TOKENS + rows))
         )
         attend = make(anchors, pack.doc_start, shape)
