@@ -51,6 +51,7 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
         control.report(state="ready", step=trainer.step.step)
         while not trainer.done and not control.stopping:
             control.wait_while_paused()
+            _apply_settings(reader, trainer, control)
             slot = _take(reader, control, log)
             if slot is None:
                 continue
@@ -74,7 +75,6 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
 
 def _take(reader: Reader, control: Control, log: Log) -> ReadSlot | None:
     """Take a slot; None at the end of what there is for now, when told to stop, or after 30 s without any."""
-    _apply_settings(reader, control)
     try:
         slot = reader.take(timeout_s=STARVED_REPORT_S, stop=lambda: control.stopping)
     except RingStopped:
@@ -87,9 +87,11 @@ def _take(reader: Reader, control: Control, log: Log) -> ReadSlot | None:
     return slot
 
 
-def _apply_settings(reader: Reader, control: Control) -> None:
+def _apply_settings(reader: Reader, trainer: Trainer, control: Control) -> None:
+    """Follow the settings that may change while the run lives."""
     reader.min_ready = int(control.settings.get("ring.min_ready", reader.min_ready))
     reader.pick = control.settings.get("ring.pick", reader.pick)
+    trainer.log_every_steps = int(control.settings.get("training.log_every_steps", trainer.log_every_steps))
 
 
 class Trainer:
@@ -124,6 +126,7 @@ class Trainer:
         self._seconds_before = float(saved.meta.get("train_seconds", 0.0)) if saved else 0.0
         self.journal = Journal(run_dir, rank, begin_generation(run_dir, trained), trained)
         self._last_saved = self.step.step
+        self.log_every_steps = config.training.log_every_steps
         self._started = time.monotonic()
         if saved is None:
             self.save()
@@ -158,7 +161,7 @@ class Trainer:
                     f"pack {pack_id}, step {self.step.step}: {self.step.skipped_in_a_row} steps in a row with a "
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
-            if self.step.step % self._config.training.log_every_steps == 0:
+            if self.step.step % self.log_every_steps == 0:
                 meter.write(self.step, len(self.journal.trained))
         self.journal.finish(pack_id)
 
