@@ -29,7 +29,7 @@ _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 _SYS_FUTEX_WAITV = 449  # one number on every architecture, Linux 5.16
 _WAITV_MAX = 128
 _NO_FUTEX_SLEEP_S = 200e-6
-_ROTATE_S = 0.002
+_ROTATE_S = 0.010  # without futex_waitv: about 1.3 % of a core, against 6 % at 2 ms
 
 _log = logging.getLogger("shm_ring")
 

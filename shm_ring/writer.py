@@ -166,17 +166,8 @@ class Writer:
             raise RingUsage(
                 f"slot {slot.index} of ring {segment.name!r} is not the oldest acquired one; publish in order"
             )
-        if len(cursor) > layout.MAX_CURSOR_BYTES:
-            raise RingOversize(
-                f"a cursor of {len(cursor)} bytes does not fit the {layout.MAX_CURSOR_BYTES} of its cell"
-            )
         seq = self.last_seq + 1
-        if (
-            seq > layout.MAX_SEQ
-            or not 0 <= pack_id < 1 << 64
-            or not all(0 <= n < 1 << 32 for n in (epoch, num_tokens, num_documents, checksum))
-        ):
-            raise RingOversize(f"seq {seq}, pack_id {pack_id} or a count of the pack does not fit its header field")
+        _check_fits(seq, pack_id, (epoch, num_tokens, num_documents, checksum), cursor)
         now_ns = liveness.boot_ns()
         kill_points.reached("before_publish")
         header = (seq, pack_id, epoch, num_tokens, num_documents, checksum, now_ns, self._attaches)
@@ -242,3 +233,10 @@ class Writer:
     ) -> None:
         """Close; does not declare the end of the data."""
         self.close()
+
+
+def _check_fits(seq: int, pack_id: int, counts: tuple[int, ...], cursor: bytes) -> None:
+    if len(cursor) > layout.MAX_CURSOR_BYTES:
+        raise RingOversize(f"a cursor of {len(cursor)} bytes does not fit the {layout.MAX_CURSOR_BYTES} of its cell")
+    if seq > layout.MAX_SEQ or not 0 <= pack_id < 1 << 64 or not all(0 <= n < 1 << 32 for n in counts):
+        raise RingOversize(f"seq {seq}, pack_id {pack_id} or a count of the pack does not fit its header field")
