@@ -16,10 +16,11 @@ import torch
 
 from configs.run_files import read_plan, write_atomically
 from configs.schema import Config
+from consumer.capture import prepare
 from consumer.checkpoint import Checkpoint, CheckpointError, keep_newest, newest_checkpoint, save_checkpoint
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
-from consumer.setup import make_drafter, make_head, shape_as_dict
+from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import allocate_pack, check_pack, copy_pack
 from consumer.step import TrainStep
 from ops.control import Control
@@ -29,6 +30,7 @@ from shm_ring.errors import RingStopped, RingTimeout
 
 STARVED_REPORT_S = 30.0
 AT_END_S = 0.1
+WARM_STEPS = 20  # before that the pace says little
 
 
 class Unstable(Exception):
@@ -109,15 +111,16 @@ class Trainer:
     ) -> None:
         self._config, self._plan, self._run_dir, self._log = config, plan, run_dir, log
         self._folder = run_dir / "checkpoints"
+        dtype = step_dtype(config.training.precision, device)
         drafter = make_drafter(config, plan, device, log)
-        head = make_head(plan, drafter.fc.weight.dtype, device)
+        head = make_head(plan, dtype, device)
         self.pack = allocate_pack(spec, device)
         packs_to_train = plan["num_packs"]
         limit = packs_to_train * config.training.steps_per_pack
         self._total_steps = min(limit, config.training.max_steps or limit)
         seed = config.run.seed + rank
         self.step = TrainStep(
-            drafter, head, self.pack, config.anchors, config.loss, config.optimizer, self._total_steps, seed
+            drafter, head, self.pack, config.anchors, config.loss, config.optimizer, self._total_steps, seed, dtype
         )
         saved = newest_checkpoint(self._folder, lambda line: log("checkpoint", detail=line))
         if saved is not None:
@@ -130,6 +133,10 @@ class Trainer:
         self._started = time.monotonic()
         if saved is None:
             self.save()
+        if device.type == "cuda":
+            prepare(
+                self.step, config.training.compile, config.training.cuda_graph, lambda line: log("capture", detail=line)
+            )
 
     @property
     def train_seconds(self) -> float:
@@ -164,6 +171,14 @@ class Trainer:
             if self.step.step % self.log_every_steps == 0:
                 meter.write(self.step, len(self.journal.trained))
         self.journal.finish(pack_id)
+        self._aim_at_the_time_limit()
+
+    def _aim_at_the_time_limit(self) -> None:
+        """Let the learning rate reach its end when `training.max_seconds` does, at the pace so far."""
+        limit_s = self._config.training.max_seconds
+        if limit_s is not None and self.step.step > WARM_STEPS:
+            reachable = int(self.step.step * limit_s / self.train_seconds)
+            self.step.total_steps.fill_(min(self._total_steps, max(reachable, self.step.step)))
 
     def save(self) -> Path | None:
         """Write a checkpoint; one that cannot be written is reported, and training goes on with the older ones."""

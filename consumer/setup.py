@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from configs.load import ConfigError
 from configs.schema import Config, DrafterConfig
 from consumer.drafter import Drafter, DrafterShape, layer_types_of
 from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
@@ -44,6 +45,18 @@ def shape_as_dict(shape: DrafterShape) -> dict[str, Any]:
 def shape_from_dict(plain: dict[str, Any]) -> DrafterShape:
     """Undo shape_as_dict. Raises ValueError for an impossible shape."""
     return DrafterShape(**{**plain, "layer_types": tuple(plain["layer_types"])})
+
+
+def step_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Type of the matrix products; auto is float32 on a CPU, bfloat16 on a GPU. Raises ConfigError for fp8 (not built).
+
+    bfloat16 on a CPU is allowed, but few CPUs are fast at it.
+    """
+    if precision == "fp8":
+        raise ConfigError(["training.precision: fp8 is not available yet; use bfloat16"])
+    if precision == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def make_drafter(config: Config, plan: dict[str, Any], device: torch.device, log: Log) -> Drafter:
