@@ -1,7 +1,9 @@
 """speculators 0.9.0's own DFlash model, loss and optimizer, driven as its trainer drives them: autocast to bfloat16
 over float32 weights, loss "ce" fused, fixed exponential decay, clip 1, every metric read by the host each step.
 
-Batches are on the device already. Its fused loss is kept out of torch.compile, which on torch 2.11 does not take it.
+Batches are on the device already. Two things are set apart, both in its favour: its fused loss is kept out of
+torch.compile, which on torch 2.11 does not take it; and its block mask is made once, before the clock starts, with the
+anchors of that time (its compiled create_block_mask had not come back from ptxas after 175 s there).
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def make_model(shape: DrafterShape, attention: str) -> Any:
             verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
         ),
     )
+    core.DFlashDraftModel._build_attention_mask = torch.compiler.disable(_made_once(core))
     with DEVICE:
         model = core.DFlashDraftModel(config)
     model = model.to(DEVICE)
@@ -91,6 +94,23 @@ def make_model(shape: DrafterShape, attention: str) -> Any:
             elif "norm" in name:
                 parameter.fill_(1.0)
     return model.train()
+
+
+def _made_once(core: Any) -> Any:
+    """Wrap its making of anchors and masks so that it happens once, with torch's plain create_block_mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    kept: list[Any] = []
+    make = core.DFlashDraftModel._build_attention_mask
+
+    def build(model: Any, *given: Any) -> Any:
+        if not kept:
+            if model._attn_impl == "simple_flex_attention":
+                model._create_mask_fn = create_block_mask
+            kept.append(make(model, *given))
+        return kept[0]
+
+    return build
 
 
 def make_batch(size: Size) -> dict[str, torch.Tensor]:
