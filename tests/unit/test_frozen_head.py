@@ -1,4 +1,4 @@
-"""Reading the target's embedding and head from a checkpoint: prefixes, shards, tied, missing, reduced, initial weights."""
+"""Reading the target's embedding and head: prefixes, shards, tied, missing, reduced, and initial weights."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""Estimate the GPU memory of a training step before anything is allocated. No torch: the launcher's plan uses it too.
+
+Counts what lives at the peak, which is in the backward pass of the last layer or in the loss, whichever is larger.
+Measured peaks it is held against: benchmarks/results/drafter_step_*.json.
+
+Shapes: T context tokens, A anchors, B block slots, Q = A*B block rows, H hidden, K taps, V head rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by purpose."""
+
+    weights_bytes: int
+    optimizer_bytes: int
+    frozen_bytes: int
+    pack_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, at the peak."""
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        """One line with gigabytes (1e9 bytes)."""
+        parts = (f"{name.removesuffix('_bytes')} {value / 1e9:.1f}" for name, value in vars(self).items())
+        return f"drafter step: {self.total_bytes / 1e9:.1f} GB ({', '.join(parts)})"
+
+
+def estimate(
+    *,
+    parameters: int,
+    hidden: int,
+    intermediate: int,
+    num_layers: int,
+    heads_width: int,
+    kv_width: int,
+    num_taps: int,
+    block_rows: int,
+    pack_tokens: int,
+    embedding_rows: int,
+    head_rows: int,
+    tied: bool,
+    chunk_rows: int,
+    value_bytes: int,
+    final_hidden: bool = False,
+    landing: bool = True,
+) -> MemoryEstimate:
+    """Estimate from plain numbers. heads_width, kv_width: heads times head size; value_bytes: 2 for bfloat16, else 4.
+
+    landing: a second copy of the pack, which the next one is copied into meanwhile.
+    """
+    masters = 4 * parameters if value_bytes < 4 else 0
+    token = num_taps * hidden + (hidden if final_hidden else 0)
+    pack = pack_tokens * (token * value_bytes + 9) * (2 if landing else 1)
+    keys = block_rows + pack_tokens
+    layer = block_rows * (4 * hidden + heads_width + 2 * kv_width) + pack_tokens * 2 * kv_width  # streams and products
+    layer += block_rows * 2 * heads_width + keys * 2 * kv_width  # what attention keeps: q, k, v and its result
+    layer += block_rows * 3 * intermediate
+    backward = block_rows * (5 * intermediate + 2 * hidden)
+    context = pack_tokens * 3 * hidden
+    chunk = min(chunk_rows, block_rows) * head_rows * (2 if final_hidden else 1)
+    late = max(chunk + 2 * block_rows * hidden, backward)
+    return MemoryEstimate(
+        weights_bytes=parameters * 2 * value_bytes,
+        optimizer_bytes=masters + 8 * parameters,
+        frozen_bytes=(embedding_rows + (0 if tied else head_rows)) * hidden * value_bytes,
+        pack_bytes=pack,
+        activations_bytes=(num_layers * layer + context) * value_bytes,
+        logits_bytes=late * value_bytes,
+    )
