@@ -125,14 +125,19 @@ def flex_attention_of(
     return attend
 
 
-def flex_rows(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+def flex_rows(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, kernel_options: dict[str, int] | None = None
+) -> Tensor:
     """FlexAttention from rows to rows: [Q, heads, D], [T + Q, kv heads, D] -> [Q, heads*D].
 
     The transpositions are in here so that nothing but row-major tensors crosses into compiled code; gradients that
     cross in another layout are copied (2.5 ms of a step at hidden 5120).
     """
     by_head = [rows.transpose(0, 1)[None] for rows in (q, k, v)]
-    out: Any = flex_attention(by_head[0], by_head[1], by_head[2], block_mask=block_mask, enable_gqa=True)
+    options: Any = kernel_options
+    out: Any = flex_attention(
+        by_head[0], by_head[1], by_head[2], block_mask=block_mask, enable_gqa=True, kernel_options=options
+    )
     return _as_rows(out[0])
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from consumer.attention import flex_attention_of, flex_rows
 from consumer.drafter import Pieces, heads, rms_norm
@@ -29,7 +31,12 @@ def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) ->
     step.execute = step.on_device
     if compile_parts:
         step.drafter.pieces = compiled_pieces()
-        step.attention = partial(flex_attention_of, flex=torch.compile(flex_rows, dynamic=False))
+        options = _flex_options(step)
+
+        def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+            return flex_rows(q, k, v, block_mask, options)
+
+        step.attention = partial(flex_attention_of, flex=torch.compile(flex, dynamic=False))
     if not cuda_graph:
         return False
     try:
@@ -42,6 +49,16 @@ def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) ->
     return True
 
 
+def _flex_options(step: TrainStep) -> dict[str, int] | None:
+    """Tile sizes of FlexAttention where its defaults were measured to be slower (H200, heads of 128, bfloat16)."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    if not hopper or step.shape.head_dim != 128 or step.flat.weights.dtype != torch.bfloat16:
+        return None
+    forward = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
+    backward = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
+    return forward | backward | {"bwd_num_warps": 4, "bwd_num_stages": 2}
+
+
 def compiled_pieces() -> Pieces:
     """Return the functions between the matrix products, fast: kernels of our own, the lighter ones compiled."""
     from consumer import piece_kernels  # Triton is there on a GPU machine only
@@ -52,7 +69,7 @@ def compiled_pieces() -> Pieces:
 
 def captured(step: TrainStep) -> torch.cuda.CUDAGraph:
     """Capture `step.on_device` and return the graph; trial runs before it compile and leave no trace in the state."""
-    stream = torch.cuda.Stream()
+    stream, step.side_stream = torch.cuda.Stream(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     step.armed.zero_()
     with torch.cuda.stream(stream):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDTH = 8192
+_WIDTH = 4096
 _WARPS = 16
 
 
@@ -21,22 +21,25 @@ _WARPS = 16
 def _statistics_kernel(logits, labels, norm, label_logit, best, num_columns, stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
-    top = -float("inf")
-    total = 0.0
-    at = 0
+    # Each lane keeps its own maximum, its place and its sum: nothing crosses lanes until the row is through.
+    top = tl.full([WIDTH], -1e30, tl.float32)
+    total = tl.zeros([WIDTH], tl.float32)
+    at = tl.zeros([WIDTH], tl.int32)
     for start in range(0, num_columns, WIDTH):
         column = start + tl.arange(0, WIDTH)
         x = tl.load(base + column, mask=column < num_columns, other=-float("inf")).to(tl.float32)
-        here, index = tl.max(x, 0, return_indices=True)
-        at = tl.where(here > top, start + index, at)
-        higher = tl.maximum(top, here)
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+        higher = tl.maximum(top, x)
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        at = tl.where(x > top, column, at)
         top = higher
+    row_top = tl.max(top, 0)
+    row_total = tl.sum(total * tl.exp(top - row_top), 0)
+    first = tl.min(tl.where(top == row_top, at, num_columns), 0)
     label = tl.load(labels + row)
     value = tl.load(base + label, mask=label >= 0, other=0.0).to(tl.float32)
-    tl.store(norm + row, top + tl.log(total))
+    tl.store(norm + row, row_top + tl.log(row_total))
     tl.store(label_logit + row, value)
-    tl.store(best + row, at)
+    tl.store(best + row, first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -9,7 +9,8 @@ Shapes: T tokens, A anchors, B block slots, S = B - 1 predicted slots, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class TrainStep:
         self.rule = LossRule(loss.labels, loss.decay, gamma, loss.dpace_alpha, loss.chunk_rows)
         self.step = 0
         self.all_reduce: AllReduce | None = None
+        self.side_stream: torch.cuda.Stream | None = None
         self.execute: Callable[[], None] = self.on_device
         self.attention: MakeAttention = attention or (document_attention if device.type == "cpu" else dense_attention)
         self.flat = FlatWeights(drafter, dtype)
@@ -115,7 +117,7 @@ class TrainStep:
         self.control.lr.copy_(share * self._config.lr)
         self.control.muon_lr.copy_(share * self._config.muon_lr)
         self.flat.zero_norm_grads()
-        terms = self.forward(self.draw_anchors())
+        terms = self.forward()
         terms.loss.backward()
         sums = torch.cat([torch.stack([terms.loss.detach(), *terms[1:2], *terms[4:]]), *terms[2:4]])
         if self.all_reduce is not None:  # ranks meet here, and nowhere else: gradients of sums, and the sums
@@ -146,16 +148,20 @@ class TrainStep:
         size = self.shape.block_size
         return select_anchors(pack.loss_mask, pack.doc_start, anchors.num, size, anchors.per_document_min, keys)
 
-    def forward(self, anchors: Anchors) -> LossTerms:
-        """Compute the loss sums of the current pack for given anchors, with gradient."""
-        pack, shape, dtype = self.pack, self.shape, self.flat.weights.dtype
-        blocks = lay_out_blocks(
-            anchors, pack.input_ids, pack.loss_mask, pack.doc_start, shape.block_size, shape.mask_token_id
-        )
-        g_TH = self.drafter.context(pack.features.to(dtype))
-        tokens = torch.cat([blocks.input_ids[:, 0], blocks.input_ids.new_full((1,), shape.mask_token_id)])
-        attend = self.attention(anchors, pack.doc_start, shape)
-        positions = positions_in_document(pack.doc_start)
+    def forward(self, anchors: Anchors | None = None) -> LossTerms:
+        """Compute the loss sums of the current pack, with gradient, for given anchors or for freshly drawn ones."""
+        pack, shape = self.pack, self.shape
+        with self._beside():  # dozens of tiny kernels, hidden behind the one large product below
+            anchors = self.draw_anchors() if anchors is None else anchors
+            blocks = lay_out_blocks(
+                anchors, pack.input_ids, pack.loss_mask, pack.doc_start, shape.block_size, shape.mask_token_id
+            )
+            tokens = torch.cat([blocks.input_ids[:, 0], blocks.input_ids.new_full((1,), shape.mask_token_id)])
+            attend = self.attention(anchors, pack.doc_start, shape)
+            positions = positions_in_document(pack.doc_start)
+            labels, valid = self.head.labels(blocks.labels[:, 1:]), blocks.valid[:, 1:]
+        g_TH = self.drafter.context(pack.features.to(self.flat.weights.dtype))
+        self._meet()
         hidden = self.drafter(
             self.head.embedding[tokens],
             g_TH,
@@ -166,9 +172,22 @@ class TrainStep:
             shared_mask_row=True,
         )
         hidden_ASH = hidden.unflatten(0, (-1, shape.block_size - 1))
-        labels, valid = self.head.labels(blocks.labels[:, 1:]), blocks.valid[:, 1:]
         goal = self._target_hidden(anchors)
         return head_loss(hidden_ASH, self.head.head, labels, valid, anchors.keep, self.rule, goal)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Queue what is inside on the side stream, where there is one; `_meet` makes the main stream wait for it."""
+        if self.side_stream is None:
+            yield
+            return
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream):
+            yield
+
+    def _meet(self) -> None:
+        if self.side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.side_stream)
 
     def _target_hidden(self, anchors: Anchors) -> Tensor | None:
         """The target's final hidden state at anchor + k - 1 for slots k = 1..B-1, [A, S, H]; None for hard labels."""

@@ -154,11 +154,13 @@ def test_muon_replays_as_eager():
 
 
 def test_bfloat16_curve_of_50_steps_stays_within_noise_of_the_cpu():
-    cpu = curve(step_of("cpu", torch.float32), 50)
+    """Noise: how far the CPU's own bfloat16 curve strays from its float32 one."""
+    cpu, rounded = curve(step_of("cpu", torch.float32), 50), curve(step_of("cpu", torch.bfloat16), 50)
     graph = step_of("cuda", torch.bfloat16)
     assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
     found = curve(graph, 50)
-    assert max(abs(a - b) / a for a, b in zip(cpu, found, strict=True)) < 0.02
+    noise = max(abs(a - b) / a for a, b in zip(cpu, rounded, strict=True))
+    assert max(abs(a - b) / a for a, b in zip(cpu, found, strict=True)) < 1.5 * noise + 0.01
     assert found[-1] < 0.9 * found[0]
 
 
