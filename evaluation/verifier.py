@@ -9,6 +9,7 @@ Shapes: R rows (prompts), C cached columns, B block slots, H hidden, K taps, V v
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class Verifier:
         for number in description.target_layer_ids:
             self._trunk.layers[number].register_forward_hook(self._hook(number))
         self._cache: Any = None
+        takes = signature(
+            self._trunk.forward
+        ).parameters  # transformers 5.24 calls it cache, earlier ones past_key_values
+        self._cache_keyword = "cache" if "cache" in takes else "past_key_values"
         self._valid_RC = torch.empty(0, 0, dtype=torch.bool)
 
     @torch.inference_mode()
@@ -81,8 +86,8 @@ class Verifier:
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask[:, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_keyword: self._cache},
         )
         hidden: Tensor = output.last_hidden_state
         return hidden

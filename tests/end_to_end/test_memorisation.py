@@ -66,7 +66,9 @@ def pack_of(texts: list[list[int]], prompts: list[list[int]], target: Target) ->
         features.append(torch.cat(target.forward(torch.tensor([text]))[0], dim=-1)[0])
     int32, uint8 = torch.int32, torch.uint8
     stacked = torch.cat(features).clone()
-    return PackTensors(torch.tensor(ids, dtype=int32), torch.tensor(mask, dtype=uint8), torch.tensor(start, dtype=int32), stacked)
+    return PackTensors(
+        torch.tensor(ids, dtype=int32), torch.tensor(mask, dtype=uint8), torch.tensor(start, dtype=int32), stacked
+    )
 
 
 def learned(config: Config, description: TargetDescription, pack: PackTensors) -> tuple[Drafter, FrozenHead]:
