@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from consumer.checkpoint import Checkpoint, CheckpointError, keep_newest, newest
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
 from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
-from consumer.staging import allocate_pack, check_pack, copy_pack
+from consumer.staging import Staging, allocate_pack, check_pack
 from consumer.step import TrainStep
 from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Board, Reader, ReadSlot, Ring, SlotSpec, ring_name
 from shm_ring.errors import RingStopped, RingTimeout
+from shm_ring.tensors import PageLock
 
 STARVED_REPORT_S = 30.0
 AT_END_S = 0.1
@@ -48,7 +50,13 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
     ]
     board = Board.open(config.run.name)
     trainer = Trainer(config, plan, run_dir, rank, device, rings[0].spec, log)
-    with Reader(rings, rank, config.ring.pick, config.ring.min_ready, config.ring.max_age, board=board) as reader:
+    ring_config = config.ring
+    with ExitStack() as stack:
+        for ring in rings if device.type == "cuda" and ring_config.page_lock else []:
+            stack.enter_context(PageLock(ring))
+        pick, max_age = ring_config.pick, ring_config.max_age
+        reader = stack.enter_context(Reader(rings, rank, pick, ring_config.min_ready, max_age, config.run.seed, board))
+        staging = Staging(trainer.pack)
         meter = Meter(Metrics(run_dir, "drafter", rank), control, rings, reader)
         control.report(state="ready", step=trainer.step.step)
         while not trainer.done and not control.stopping:
@@ -61,8 +69,10 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
                 reader.release(slot)
                 continue
             check_pack(slot, tuple(plan["target"]["target_layer_ids"]))
-            copy_pack(slot, trainer.pack)
+            staging.start(slot)
+            staging.finish()
             trainer.journal.begin(slot.header.pack_id, trainer.step.step)
+            staging.wait_copied()  # on a GPU the steps before this pack still run
             reader.release(slot)
             trainer.train(slot.header.pack_id, meter)
             meter.trained(slot.header.num_tokens)
