@@ -1,7 +1,7 @@
 """How long is one training step of the drafter, and where does the time go? One GPU, random data on the device.
 
     python -m benchmarks.drafter_step --shape 27b --variant captured --out DIR      one measurement, one JSON line
-    python -m benchmarks.drafter_step --collect DIR --results FILE                  all lines into a result file
+    python -m benchmarks.drafter_step_all --out DIR --results FILE                  everything, about 4 minutes
 
 The clock runs from the start of one step to the start of the next (CUDA events; 5 warm-up steps, then 20), with the
 pack already on the device. Variants: `captured` is what training runs; `eager` the same lines launched one by one;
@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.drafter_step_profile import breakdown
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
 from consumer.drafter import SLIDING, Drafter, DrafterShape
@@ -163,54 +163,7 @@ def memory() -> dict[str, float]:
     }
 
 
-KINDS = (
-    ("products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "gemv")),
-    ("attention", ("flex", "triton_tem", "flash", "fmha")),
-    ("head and loss passes", ("_statistics_kernel", "_hard_kernel", "_soft_kernel")),
-    ("optimizer and norm", ("_adamw_kernel", "adam", "multi_tensor", "norm_kernel", "normtwo", "normops")),
-    ("compiled pieces", ("triton_",)),
-    ("copies and fills", ("memcpy", "memset", "copy", "fill")),
-)
-
-
-def breakdown(run: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
-    """Kernel time per step by kind, the share of time with a kernel running, and the longest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize()
-    spans: list[tuple[float, float]] = []
-    names: dict[str, float] = {}
-    kinds = dict.fromkeys([*(kind for kind, _ in KINDS), "rest"], 0.0)
-    for event in profiler.events() or []:
-        if "CUDA" not in str(event.device_type):
-            continue
-        spans.append((event.time_range.start, event.time_range.end))
-        lower, took_ms = event.name.lower(), event.time_range.elapsed_us() / 1e3 / steps
-        kinds[next((kind for kind, marks in KINDS if any(mark in lower for mark in marks)), "rest")] += took_ms
-        names[event.name[:90]] = names.get(event.name[:90], 0.0) + took_ms
-    longest = sorted(names.items(), key=lambda item: -item[1])[:40]
-    return {
-        "kinds_ms": {kind: round(took, 3) for kind, took in kinds.items()},
-        "busy_pct": busy_pct(spans),
-        "kernels": len(spans) / steps,
-        "longest_ms": {name: round(took, 3) for name, took in longest},
-    }
-
-
-def busy_pct(spans: list[tuple[float, float]]) -> float:
-    """Share of the time between the first start and the last end in which something runs."""
-    spans.sort()
-    busy, until = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return 100 * busy / (until - spans[0][0])
-
-
-def ours(size: Size, variant: str, chunk_rows: int) -> dict[str, Any]:
+def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None) -> dict[str, Any]:
     """Measure this project's step."""
     step = make_step(size, chunk_rows)
     run: Callable[[], Any]
@@ -228,13 +181,13 @@ def ours(size: Size, variant: str, chunk_rows: int) -> dict[str, Any]:
     result = timed(run)
     metrics = step.metrics()
     result |= memory() | {"loss": metrics["loss"], "skipped_steps": metrics["skipped_steps"]}
-    result["breakdown"] = breakdown(run)
+    result["breakdown"] = breakdown(run, picture)
     if variant == "captured":
         result |= facts | {"failed_checks": self_check(step, 1e-3)}
     return result
 
 
-def measure(name: str, variant: str, chunk_rows: int) -> dict[str, Any]:
+def measure(name: str, variant: str, chunk_rows: int, picture: Path | None) -> dict[str, Any]:
     """One measurement with what is needed to read it."""
     size = SIZES[name]
     if variant == "speculators":
@@ -242,7 +195,7 @@ def measure(name: str, variant: str, chunk_rows: int) -> dict[str, Any]:
 
         result = speculators(size, shape_of(size))
     else:
-        result = ours(size, variant, chunk_rows)
+        result = ours(size, variant, chunk_rows, picture)
     nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
     result |= {
         "shape": name,
@@ -259,50 +212,16 @@ def measure(name: str, variant: str, chunk_rows: int) -> dict[str, Any]:
     return result
 
 
-def collect(folder: Path, target: Path) -> None:
-    """Put all measurements of a folder into one result file with the summary."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("step_*.json"))]
-    by = {(run["shape"], run["variant"]): run for run in runs}
-    summary: dict[str, float] = {}
-    for name in SIZES:
-        mine, theirs = by.get((name, "captured")), by.get((name, "speculators"))
-        if mine:
-            summary |= {
-                f"{name}.step_ms": mine["step_ms"],
-                f"{name}.tflops": mine["tflops"],
-                f"{name}.tflops_executed": mine["tflops_executed"],
-                f"{name}.peak_gb": mine["peak_gb"],
-            }
-        if mine and theirs:
-            summary[f"{name}.ratio_to_speculators"] = mine["step_ms"] / theirs["step_ms"]
-            summary[f"{name}.peak_gb_speculators"] = theirs["peak_gb"]
-        for variant in ("eager", "old"):
-            if (name, variant) in by:
-                summary[f"{name}.{variant}_step_ms"] = by[name, variant]["step_ms"]
-    if ("27b", "captured") in by:
-        summary["busy_pct"] = by["27b", "captured"]["breakdown"]["busy_pct"]
-    target.write_text(json.dumps({"summary": summary, "commit": _commit(), "runs": runs}, indent=1) + "\n")
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
-
-
 def main() -> None:
-    """Measure one variant, or collect."""
+    """Measure one variant at one size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SIZES)
+    parser.add_argument("--shape", choices=SIZES, required=True)
     parser.add_argument("--variant", choices=("captured", "eager", "old", "speculators"), default="captured")
     parser.add_argument("--chunk-rows", type=int, default=LossConfig().chunk_rows)
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--collect", type=Path)
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--picture", type=Path, help="draw the profile into this file")
     arguments = parser.parse_args()
-    if arguments.collect:
-        collect(arguments.collect, arguments.results)
-        return
-    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows)
+    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows, arguments.picture)
     path = arguments.out / f"step_{arguments.shape}_{arguments.variant}.json"
     path.write_text(json.dumps(result, indent=1))
     short = {key: value for key, value in result.items() if key not in ("runs_ms", "breakdown", "config", "versions")}

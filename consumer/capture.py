@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from consumer.attention import flex_attention_of, flex_rows
-from consumer.drafter import Pieces, heads, rms_norm
+from consumer.drafter import Pieces, heads, rms_norm, spread, without_anchors
 from consumer.step import TrainStep
 
 WARM_UP_RUNS = 3
@@ -64,7 +64,14 @@ def compiled_pieces() -> Pieces:
     from consumer import piece_kernels  # Triton is there on a GPU machine only
 
     compile_one = partial(torch.compile, dynamic=False, fullgraph=True)
-    return Pieces(compile_one(rms_norm), piece_kernels.add_norm, piece_kernels.gated, compile_one(heads))
+    return Pieces(
+        rms_norm=compile_one(rms_norm),
+        add_norm=piece_kernels.add_norm,
+        gated=piece_kernels.gated,
+        heads=compile_one(heads),
+        spread=compile_one(spread),
+        without_anchors=compile_one(without_anchors),
+    )
 
 
 def captured(step: TrainStep) -> torch.cuda.CUDAGraph:

@@ -167,6 +167,11 @@ def spread(rows: Tensor, block_size: int) -> Tensor:
     return torch.cat([rows[:-1, None], others], dim=1).flatten(0, 1)
 
 
+def without_anchors(rows_Q: Tensor, block_size: int) -> Tensor:
+    """Drop slot 0 of each block: [A*B, O] to [A*(B-1), O]."""
+    return rows_Q.view(-1, block_size, rows_Q.shape[-1])[:, 1:].flatten(0, 1)
+
+
 @dataclass
 class Pieces:
     """The functions between the matrix products; replaced by their compiled twins on a GPU."""
@@ -175,6 +180,8 @@ class Pieces:
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
     gated: Callable[..., Tensor] = gated
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
+    spread: Callable[[Tensor, int], Tensor] = spread
+    without_anchors: Callable[[Tensor, int], Tensor] = without_anchors
 
 
 class Norm(nn.Module):
@@ -292,23 +299,19 @@ class Drafter(nn.Module):
         cos, sin = rotation(torch.cat([context_position, block_position]), self.shape.head_dim, self.shape.rope_theta)
         layers, pieces, size = self._layers(), self.pieces, self.shape.block_size
         y = pieces.rms_norm(block_x, layers[0].input_layernorm.weight, eps)
-        x = spread(block_x, size) if shared_mask_row else block_x
+        x = pieces.spread(block_x, size) if shared_mask_row else block_x
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
             qkv, kv_context = attention.qkv_and_context(y, g)
             if shared_mask_row and index == 0:
-                qkv = spread(qkv, size)
+                qkv = pieces.spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
             mixed = attend(q, k, v, self.shape.layer_types[index])
             if last and predicted_only:
-                x, mixed = self._without_anchors(x), self._without_anchors(mixed)
+                x, mixed = pieces.without_anchors(x, size), pieces.without_anchors(mixed, size)
             x, y = pieces.add_norm(x, attention.out(mixed), layer.post_attention_layernorm.weight, eps)
             hidden = mlp.down(pieces.gated(mlp.gate_up(y)))
             following = self.norm if last else layers[index + 1].input_layernorm
             x, y = pieces.add_norm(x, hidden, following.weight, eps)
         return y
-
-    def _without_anchors(self, rows_Q: Tensor) -> Tensor:
-        by_block = rows_Q.view(-1, self.shape.block_size, rows_Q.shape[-1])
-        return by_block[:, 1:].flatten(0, 1)
