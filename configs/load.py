@@ -83,7 +83,7 @@ def dump_config(config: Config) -> str:
 
 def _line(item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"])
-    message = item["msg"].removeprefix("Value error, ")
+    message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         return f"{where}: unknown key{_hint(item['loc'])}"
     if not where:

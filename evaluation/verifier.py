@@ -30,18 +30,17 @@ class Verifier:
             Path(description.path), dtype=getattr(torch, description.dtype), attn_implementation="sdpa"
         )
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._trunk: Any = find_trunk(model)
+        trunk: Any = find_trunk(model)
+        self._trunk = trunk
         kinds = set(getattr(self._trunk.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise TargetError(f"evaluation: batches need full attention in every target layer, got {sorted(kinds)}")
         self._taken: dict[int, Tensor] = {}
         for number in description.target_layer_ids:
-            self._trunk.layers[number].register_forward_hook(self._hook(number))
+            trunk.layers[number].register_forward_hook(self._hook(number))
         self._cache: Any = None
-        takes = signature(
-            self._trunk.forward
-        ).parameters  # transformers 5.24 calls it cache, earlier ones past_key_values
-        self._cache_keyword = "cache" if "cache" in takes else "past_key_values"
+        # transformers 5.24 calls the cache so; earlier ones past_key_values
+        self._cache_keyword = "cache" if "cache" in signature(trunk.forward).parameters else "past_key_values"
         self._valid_RC = torch.empty(0, 0, dtype=torch.bool)
 
     @torch.inference_mode()

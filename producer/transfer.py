@@ -63,7 +63,8 @@ class Transfer:
         with torch.cuda.stream(self._stream):
             destination.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
-            return self._stream.record_event()
+            done: torch.cuda.Event = self._stream.record_event()
+            return done
 
     @staticmethod
     def _is_done(copy: _Copy) -> bool:

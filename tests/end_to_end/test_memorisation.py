@@ -18,8 +18,8 @@ import transformers
 
 from configs.load import load_config
 from configs.schema import Config
-from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
 from consumer.drafter import Drafter
+from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
 from consumer.setup import drafter_shape
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
@@ -89,7 +89,7 @@ def test_a_handful_of_documents_is_learnt_by_heart_through_the_features(config: 
     class Wrong:  # proposes the end of text, so that the texts are the target's own
         block_size = config.drafter.block_size
 
-        def propose(self, texts: Any, features: Any) -> torch.Tensor:
+        def propose(self, texts: Any, features: Any) -> torch.Tensor:  # noqa: ARG002
             return torch.full((len(texts), self.block_size - 1), description.mask_token_id)
 
     plain = decode(verifier, Wrong(), prompts, NEW_TOKENS)
