@@ -35,13 +35,13 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(num_layers: int = 6, seed: int = 0) -> Any:
-    """Build a random Llama of hidden size 64."""
-    torch.manual_seed(seed)
+def make_model(num_layers: int = 6, hidden: int = 64) -> Any:
+    """Build a random Llama of 4 heads, always the same."""
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=264,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -59,9 +59,9 @@ def make_model(num_layers: int = 6, seed: int = 0) -> Any:
     return model
 
 
-def save_target(folder: Path, num_layers: int = 6) -> Path:
+def save_target(folder: Path, num_layers: int = 6, hidden: int = 64) -> Path:
     """Write the tiny target as a safetensors folder and return it."""
-    make_model(num_layers).save_pretrained(folder)
+    make_model(num_layers, hidden).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
