@@ -163,7 +163,7 @@ def memory() -> dict[str, float]:
     }
 
 
-def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None) -> dict[str, Any]:
+def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None, attention: Any) -> dict[str, Any]:
     """Measure this project's step."""
     step = make_step(size, chunk_rows)
     run: Callable[[], Any]
@@ -175,8 +175,15 @@ def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None) -> dic
     else:
         began = time.perf_counter()
         lines: list[str] = []
-        replays = prepare(step, compile_parts=True, cuda_graph=variant != "eager", say=lines.append)
-        facts = {"prepare_s": round(time.perf_counter() - began, 1), "replays": replays, "said": lines}
+        replays = prepare(
+            step, compile_parts=True, cuda_graph=variant != "eager", say=lines.append, attention=attention
+        )
+        facts = {
+            "prepare_s": round(time.perf_counter() - began, 1),
+            "replays": replays,
+            "said": lines,
+            "attention": step.attention_note,
+        }
         run = step.run
     result = timed(run)
     metrics = step.metrics()
@@ -187,7 +194,7 @@ def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None) -> dic
     return result
 
 
-def measure(name: str, variant: str, chunk_rows: int, picture: Path | None) -> dict[str, Any]:
+def measure(name: str, variant: str, chunk_rows: int, picture: Path | None, attention: str) -> dict[str, Any]:
     """One measurement with what is needed to read it."""
     size = SIZES[name]
     if variant == "speculators":
@@ -195,7 +202,7 @@ def measure(name: str, variant: str, chunk_rows: int, picture: Path | None) -> d
 
         result = speculators(size, shape_of(size))
     else:
-        result = ours(size, variant, chunk_rows, picture)
+        result = ours(size, variant, chunk_rows, picture, attention)
     nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
     result |= {
         "shape": name,
@@ -219,9 +226,10 @@ def main() -> None:
     parser.add_argument("--variant", choices=("captured", "eager", "old", "speculators"), default="captured")
     parser.add_argument("--chunk-rows", type=int, default=LossConfig().chunk_rows)
     parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--attention", choices=("auto", "flex", "intervals"), default="auto")
     parser.add_argument("--picture", type=Path, help="draw the profile into this file")
     arguments = parser.parse_args()
-    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows, arguments.picture)
+    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows, arguments.picture, arguments.attention)
     path = arguments.out / f"step_{arguments.shape}_{arguments.variant}.json"
     path.write_text(json.dumps(result, indent=1))
     short = {key: value for key, value in result.items() if key not in ("runs_ms", "breakdown", "config", "versions")}

@@ -1,4 +1,4 @@
-"""The step on a GPU: compiled parts, FlexAttention, and everything in one CUDA graph. The only file that captures.
+"""The step on a GPU: compiled parts, the faster attention, everything in one CUDA graph. The only file that captures.
 
 Owns the graph and its memory pool. Inputs are the tensors of the TrainStep, which never move: packs are copied into
 them, checkpoints too. The eager twin is the same `on_device`, run line by line. A capture that fails leaves the eager
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from consumer.attention import flex_attention_of, flex_rows
+from consumer.attention_choice import choose
 from consumer.drafter import Pieces, heads, rms_norm, spread, without_anchors
 from consumer.step import TrainStep
 
@@ -22,21 +21,24 @@ WARM_UP_RUNS = 3
 Say = Callable[[str], None]
 
 
-def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) -> bool:
+def prepare(
+    step: TrainStep,
+    compile_parts: bool,
+    cuda_graph: bool,
+    say: Say,
+    attention: Literal["auto", "flex", "intervals"] = "auto",
+) -> bool:
     """Make `step.run` fast on its GPU; returns whether it replays a graph. Weights and counters stay as they are.
 
     With compile_parts the pieces between the products and the attention are compiled, one by one (regional: seconds,
-    not minutes); without, attention is dense and takes Q x (T + Q) memory.
+    not minutes) and `attention` is taken, "auto" the faster one as measured now (attention_choice.py); without,
+    attention is dense and takes Q x (T + Q) memory. `say` hears of what did not work.
     """
     step.execute = step.on_device
     if compile_parts:
         step.drafter.pieces = compiled_pieces()
-        options = _flex_options(step)
-
-        def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-            return flex_rows(q, k, v, block_mask, options)
-
-        step.attention = partial(flex_attention_of, flex=torch.compile(flex, dynamic=False))
+        choice = choose(step, attention, say)
+        step.attention, step.attention_note = choice.make, f"{choice.name} {choice.measured_ms or ''}".strip()
     if not cuda_graph:
         return False
     try:
@@ -47,16 +49,6 @@ def prepare(step: TrainStep, compile_parts: bool, cuda_graph: bool, say: Say) ->
         say(f"capture of the training step failed, going on without a CUDA graph (slower, same results): {reason}")
         return False
     return True
-
-
-def _flex_options(step: TrainStep) -> dict[str, int] | None:
-    """Tile sizes of FlexAttention where its defaults were measured to be slower (H200, heads of 128, bfloat16)."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    if not hopper or step.shape.head_dim != 128 or step.flat.weights.dtype != torch.bfloat16:
-        return None
-    forward = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
-    backward = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
-    return forward | backward | {"bwd_num_warps": 4, "bwd_num_stages": 2}
 
 
 def compiled_pieces() -> Pieces:

@@ -63,6 +63,8 @@ class TrainStep:
         self.execute: Callable[[], None] = self.on_device
         self.attention: MakeAttention = attention or (document_attention if device.type == "cpu" else dense_attention)
         self.flat = FlatWeights(drafter, dtype)
+        self.attention_note = ""
+        """Which attention was chosen and why; for the log."""
         self._anchors, self._config = anchors, optimizer
         self._schedule = Schedule(optimizer.schedule, optimizer.warmup_share, optimizer.min_lr_share)
         self.control = Control(device)
@@ -94,6 +96,11 @@ class TrainStep:
         self.muon = Muon(flat, config.weight_decay) if config.name == "muon" else None
         first = flat.num_matrix_elements if self.muon else 0
         self.adamw = AdamW(flat, slice(first, flat.size), rule, flat.num_matrix_elements)
+
+    @property
+    def num_anchors(self) -> int:
+        """A: blocks of a step."""
+        return self._anchors.num
 
     @property
     def lr(self) -> Tensor:

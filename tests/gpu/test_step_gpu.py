@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -81,8 +82,11 @@ def curve(step: TrainStep, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("name", ["flex", "intervals"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flex_attention_equals_dense_attention(layout):
+def test_flex_and_interval_attention_equal_dense_attention(layout, name):
+    from consumer.attention_kernels import interval_attention
+
     shape = shape_of(layout)
     pack = pack_of("cuda", torch.float32)
     keys = random_keys(torch.tensor(1, device="cuda"), torch.tensor(2, device="cuda"), TOKENS)
@@ -90,7 +94,8 @@ def test_flex_attention_equals_dense_attention(layout):
     compiled = torch.compile(flex_rows, dynamic=False)
     rows = 32 * 8
     results = []
-    for make in (dense_attention, lambda *given: flex_attention_of(*given, flex=compiled)):
+    fast = interval_attention if name == "intervals" else partial(flex_attention_of, flex=compiled)
+    for make in (dense_attention, fast):
         torch.manual_seed(0)
         q, k, v = (
             torch.randn(length, heads, 32, device="cuda", requires_grad=True)
@@ -125,12 +130,13 @@ def _reader(mask: torch.Tensor):
     return lambda _batch, _head, query, key: mask[query, key]
 
 
+@pytest.mark.parametrize("attention", ["flex", "intervals"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_graph_equals_eager_equals_cpu_in_float32(layout):
+def test_graph_equals_eager_equals_cpu_in_float32(layout, attention):
     cpu = curve(step_of("cpu", torch.float32, layout), 6)
     eager, graph = step_of("cuda", torch.float32, layout), step_of("cuda", torch.float32, layout)
-    assert prepare(eager, compile_parts=False, cuda_graph=False, say=pytest.fail) is False
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail) is True
+    assert prepare(eager, compile_parts=False, cuda_graph=False, say=pytest.fail, attention="flex") is False
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention=attention) is True
     eager_losses, graph_losses = curve(eager, 6), curve(graph, 6)
     assert eager_losses == pytest.approx(cpu, rel=1e-4)
     assert graph_losses == pytest.approx(cpu, rel=1e-4)
@@ -142,14 +148,14 @@ def test_graph_equals_eager_equals_cpu_in_float32(layout):
 def test_every_loss_replays_as_on_the_cpu(labels, decay):
     cpu = curve(step_of("cpu", torch.float32, labels=labels, decay=decay, floor=4), 3)
     graph = step_of("cuda", torch.float32, labels=labels, decay=decay, floor=4)
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
     assert curve(graph, 3) == pytest.approx(cpu, rel=1e-4)
 
 
 def test_muon_replays_as_eager():
     eager, graph = step_of("cuda", torch.float32, optimizer="muon"), step_of("cuda", torch.float32, optimizer="muon")
-    prepare(eager, compile_parts=True, cuda_graph=False, say=pytest.fail)
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    prepare(eager, compile_parts=True, cuda_graph=False, say=pytest.fail, attention="flex")
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
     assert curve(graph, 4) == pytest.approx(curve(eager, 4), rel=2e-3)
 
 
@@ -157,7 +163,7 @@ def test_bfloat16_curve_of_50_steps_stays_within_noise_of_the_cpu():
     """Noise: how far the CPU's own bfloat16 curve strays from its float32 one."""
     cpu, rounded = curve(step_of("cpu", torch.float32), 50), curve(step_of("cpu", torch.bfloat16), 50)
     graph = step_of("cuda", torch.bfloat16)
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
     found = curve(graph, 50)
     noise = max(abs(a - b) / a for a, b in zip(cpu, rounded, strict=True))
     assert max(abs(a - b) / a for a, b in zip(cpu, found, strict=True)) < 1.5 * noise + 0.01
@@ -166,7 +172,7 @@ def test_bfloat16_curve_of_50_steps_stays_within_noise_of_the_cpu():
 
 def test_self_check_passes_in_bfloat16_and_leaves_no_trace():
     step = step_of("cuda", torch.bfloat16)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="auto")
     before = step.flat.masters.clone()
     assert self_check(step, 1e-3) == []
     assert torch.equal(before, step.flat.masters)
@@ -176,7 +182,7 @@ def test_self_check_passes_in_bfloat16_and_leaves_no_trace():
 @pytest.mark.parametrize("supervised", [0.0, 0.01, 0.05])
 def test_few_anchors_give_no_nan(supervised):
     step = step_of("cuda", torch.bfloat16, supervised=supervised)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
     for _ in range(3):
         step.run()
     assert bool(torch.isfinite(step.flat.masters).all())
@@ -185,7 +191,7 @@ def test_few_anchors_give_no_nan(supervised):
 
 def test_non_finite_features_skip_the_step_and_change_nothing():
     step = step_of("cuda", torch.bfloat16)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
     before = step.flat.masters.clone()
     step.pack.features[100:110] = math.inf
     step.run()
@@ -229,7 +235,7 @@ def test_gradients_agree_with_float64():
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         step = step_of(device, dtype)
         if device == "cuda":
-            prepare(step, compile_parts=True, cuda_graph=False, say=pytest.fail)
+            prepare(step, compile_parts=True, cuda_graph=False, say=pytest.fail, attention="flex")
         step.flat.zero_norm_grads()
         step.number.fill_(1)
         step.forward(step.draw_anchors()).loss.backward()
