@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from consumer.capture import prepare
 from consumer.checkpoint import Checkpoint, CheckpointError, keep_newest, newest_checkpoint, save_checkpoint
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
+from consumer.selfcheck import self_check
 from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack
 from consumer.step import TrainStep
@@ -32,6 +34,7 @@ from shm_ring.tensors import PageLock
 
 STARVED_REPORT_S = 30.0
 AT_END_S = 0.1
+SELF_CHECK_TOLERANCE = 1e-3  # relative, of a loss in bfloat16
 WARM_STEPS = 20  # before that the pace says little
 
 
@@ -140,13 +143,22 @@ class Trainer:
         self.journal = Journal(run_dir, rank, begin_generation(run_dir, trained), trained)
         self._last_saved = self.step.step
         self.log_every_steps = config.training.log_every_steps
+        if device.type == "cuda":
+            self._speed_up(config, log)
         self._started = time.monotonic()
         if saved is None:
             self.save()
-        if device.type == "cuda":
-            prepare(
-                self.step, config.training.compile, config.training.cuda_graph, lambda line: log("capture", detail=line)
-            )
+
+    def _speed_up(self, config: Config, log: Log) -> None:
+        """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
+        say: Callable[[str], None] = lambda line: log("capture", detail=line)  # noqa: E731
+        captured = prepare(self.step, config.training.compile, config.training.cuda_graph, say)
+        wrong = self_check(self.step, SELF_CHECK_TOLERANCE)
+        for claim in wrong:
+            log("start-up check failed", claim=claim)
+        if wrong:
+            self.step.execute = self.step.on_device
+        log("step", captured=captured and not wrong, attention=self.step.attention_note or "dense")
 
     @property
     def train_seconds(self) -> float:

@@ -60,7 +60,7 @@ def ring() -> Iterator[Ring]:
 def holder(ring: Ring, mode: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, ring.name, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
     )  # fmt: skip
     assert process.stdout is not None
     locked, seconds = process.stdout.readline().split()
