@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from configs.load import ConfigError
 from configs.run_files import read_plan, write_atomically
 from configs.schema import Config
 from consumer.capture import prepare
@@ -45,7 +46,10 @@ class Unstable(Exception):
 
 
 def run(config: Config, run_dir: Path, rank: int, device: torch.device, control: Control, log: Log) -> None:
-    """Train until done or told to stop. Raises RingError, HeadError, CheckpointError, BadPack, Unstable."""
+    """Train until done or told to stop. Raises ConfigError, RingError, HeadError, CheckpointError, ..."""
+    if len(config.training.devices) > 1:
+        found = len(config.training.devices)
+        raise ConfigError([f"training.devices: one drafter process for now, got {found}; several do not reduce yet"])
     plan = read_plan(run_dir)
     rings = [
         Ring.open(ring_name(config.run.name, k), spec=SlotSpec.from_json(plan["slot_spec"]))

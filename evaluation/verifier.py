@@ -26,6 +26,7 @@ class Verifier:
     def __init__(self, description: TargetDescription, device: torch.device) -> None:
         self.description = description
         self.device = device
+        transformers.utils.logging.disable_progress_bar()
         model = transformers.AutoModelForCausalLM.from_pretrained(
             Path(description.path), dtype=getattr(torch, description.dtype), attn_implementation="sdpa"
         )

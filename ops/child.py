@@ -155,7 +155,7 @@ class Child:
             ask(self.socket, "stop", _STOP_ACK_S)
         except OpsError:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                os.kill(self._process.pid, signal.SIGTERM)  # Popen's own would reap a process that has just left
 
     def kill(self) -> None:
         """End the process and its session at once; also ends a stopped (SIGSTOP) one."""

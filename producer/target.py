@@ -191,6 +191,7 @@ class Target:
 
 def load_target(description: TargetDescription, config: TargetConfig, device: torch.device) -> Target:
     """Load the trunk of the target onto `device`; the head is not built."""
+    transformers.utils.logging.disable_progress_bar()  # logs are files
     model = transformers.AutoModel.from_pretrained(
         description.path, dtype=getattr(torch, description.dtype), attn_implementation=config.attention
     )

@@ -160,6 +160,7 @@ def _convert(gguf: Path, out: Path, say: Say) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # ours follows
     steps = tqdm(total=3, desc="convert", unit="step")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     steps.update()

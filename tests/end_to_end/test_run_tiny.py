@@ -178,6 +178,19 @@ def test_restart_of_the_drafter_alone_repeats_nothing(tiny: Tiny) -> None:
     assert (tiny.dir / "logs" / "target0.log").read_text().count("model loaded") == 1
 
 
+def test_two_targets_share_the_packs_also_when_one_is_killed(tiny: Tiny) -> None:
+    tiny.launch("--set", "evaluation.enabled=false", "--set", "target.devices=[cpu, cpu]")
+    tiny.wait_for(lambda: any(line["step"] >= 10 for line in tiny.metrics("drafter")))
+    os.kill(tiny.pid_of("target"), signal.SIGKILL)
+    code, out = tiny.end()
+    assert code == 0, out
+    begun = [json.loads(line)["pack_id"] for line in (tiny.dir / "journal.0.jsonl").read_text().splitlines()]
+    assert sorted(begun) == list(range(planned_packs(tiny)))  # each pack once
+    makers = {(line["rank"], line["pack_id"] % 2) for line in tiny.metrics("target")}
+    assert makers == {(0, 0), (1, 1)}
+    tiny.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("override", "code", "words"),
     [
@@ -185,6 +198,7 @@ def test_restart_of_the_drafter_alone_repeats_nothing(tiny: Tiny) -> None:
         ("target.target_layer_ids=[1,99]", 2, "distinct ids in 0..5"),
         ("data.sources=[]", 3, "no usable document"),
         ("data.sources=[{path: /nowhere.jsonl}]", 3, "data.sources.0.path"),
+        ("training.devices=[cpu, cpu]", 2, "one drafter process for now"),
         ("drafter.blok_size=8", 2, "did you mean drafter.block_size?"),
     ],
 )

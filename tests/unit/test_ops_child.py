@@ -1,0 +1,21 @@
+"""One supervised process: its exit is seen whatever was asked of it meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ops.child import Child
+from ops.devices import Placement
+
+
+def test_the_exit_of_a_process_that_left_before_it_was_asked_to_stop_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    child = Child(Placement("drafter", 0, None, 1), "json.tool_that_does_not_exist", tmp_path)
+    child.spawn()
+    pid = child.pid
+    assert pid is not None
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has left and nobody has reaped it
+    child.ask_to_stop(limit_s=1.0)  # no control socket answers, so a signal is sent
+    assert child.poll() == 1
+    assert child.pid is None
