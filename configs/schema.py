@@ -68,7 +68,7 @@ class TargetConfig(Section):
     threads: Int | None = Field(None, ge=1)
     """CPU threads of each producer. None: the cores shared out between all processes of the run."""
     compile: Bool = False
-    """Compile each decoder layer (regional torch.compile); GPU only."""
+    """Compile each decoder layer (regional torch.compile); GPU only. Not read yet."""
     attention: Text = "sdpa"
     """Attention implementation passed to transformers."""
 
@@ -81,7 +81,7 @@ class SourceConfig(Section):
     kind: Literal["auto", "chat", "text"] = "auto"
     """chat: rows with messages, conversations or prompt/response; text: raw text or rows with `text`."""
     weight: Float = Field(1.0, ge=0)
-    """Relative share of this source; 1 takes every document once an epoch."""
+    """Relative share of this source; 1 takes every document once an epoch. Not read yet: every source counts 1."""
 
 
 class DataConfig(Section):

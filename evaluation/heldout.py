@@ -51,7 +51,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, float]:
     last = newest_checkpoint(run_dir / "checkpoints", print)
     if last is None or not prompts:
         raise CheckpointError(f"{run_dir}: nothing to measure: no complete checkpoint, or no held-out prompt")
-    head = make_head(plan, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+    head = make_head(plan, torch.float32, device)  # as the drafter's weights are loaded
     trained = load_drafter(last, device)
     successors = count_successors(Documents(run_dir / "data"), description.vocab_size)
     proposers: dict[str, Proposer] = {
