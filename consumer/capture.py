@@ -34,7 +34,7 @@ def prepare(
     not minutes) and `attention` is taken, "auto" the faster one as measured now (attention_choice.py); without,
     attention is dense and takes Q x (T + Q) memory. `say` hears of what did not work.
     """
-    step.execute = step.on_device
+    step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
         step.drafter.pieces = compiled_pieces()
         choice = choose(step, attention, say)
@@ -42,7 +42,9 @@ def prepare(
     if not cuda_graph:
         return False
     try:
-        step.execute = captured(step).replay
+        step.execute = captured(step, step.on_device).replay
+        if step.carried is not None:
+            step.execute_micro = captured(step, step.micro_on_device).replay
     except Exception as error:  # any failure of the capture, whatever its type, has the same remedy
         torch.cuda.synchronize()
         reason = (str(error) or repr(error)).splitlines()[0]
@@ -66,20 +68,27 @@ def compiled_pieces() -> Pieces:
     )
 
 
-def captured(step: TrainStep) -> torch.cuda.CUDAGraph:
-    """Capture `step.on_device` and return the graph; trial runs before it compile and leave no trace in the state."""
+def captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture `work` of `step` and return the graph; trial runs before it compile and leave no trace in the state.
+
+    With several ranks their reduction is part of the graph, and all ranks capture at the same time. Only this thread is
+    held to what a capture allows then: NCCL's watchdog goes on looking at its events.
+    """
     stream, step.side_stream = torch.cuda.Stream(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     step.armed.zero_()
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_RUNS):
-            step.on_device()
+            work()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
-            step.on_device()
+        mode = "global" if step.reduction is None else "thread_local"
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+            work()
     finally:
         step.armed.fill_(1.0)
+        if step.carried is not None:
+            step.carried.zero()
     return graph

@@ -9,10 +9,14 @@ Shapes: N all parameters in a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from consumer.drafter import Drafter
+from consumer.linear import Sink
 
 
 class FlatWeights:
@@ -29,6 +33,8 @@ class FlatWeights:
         self.weights = torch.empty(size, dtype=dtype, device=device)
         self.grads = torch.zeros(size, dtype=dtype, device=device)
         self.masters = self.weights if dtype == wide else torch.empty(size, dtype=wide, device=device)
+        self.on_written: Callable[[slice], None] | None = None
+        """Called in the backward pass as soon as a matrix product's gradient, a slice of `grads`, is complete."""
         self._places: dict[str, tuple[int, torch.Size]] = {}
         at = 0
         for name, parameter in self.named:
@@ -76,4 +82,9 @@ class FlatWeights:
             at, _ = self._places[names[first]]
             rows = sum(weight.shape[0] for weight in projection.parameters())
             part = slice(at, at + rows * first.shape[1])
-            projection.attach(self.weights[part].view(rows, -1), self.grads[part].view(rows, -1))
+            sink = Sink(self.grads[part].view(rows, -1), partial(self._written, part))
+            projection.attach(self.weights[part].view(rows, -1), sink)
+
+    def _written(self, part: slice) -> None:
+        if self.on_written is not None:
+            self.on_written(part)

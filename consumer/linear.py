@@ -9,10 +9,18 @@ Shapes: R rows (tokens or block slots), I input width, O output width.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+class Sink(NamedTuple):
+    """Where a weight gradient is written, and who is told that it is there (a rank sums it up with the others')."""
+
+    buffer: Tensor  # [O, I]
+    written: Callable[[], None]
 
 
 class Projection:
@@ -22,13 +30,13 @@ class Projection:
         """Join `linears`, whose outputs come out side by side in this order."""
         self.linears = linears
         self.weight: Tensor | None = None
-        self.sink: Tensor | None = None
+        self.sink: Sink | None = None
 
     def parameters(self) -> list[Tensor]:
         """Return the joined layers' weights in order."""
         return [linear.weight for linear in self.linears]
 
-    def attach(self, weight: Tensor, sink: Tensor) -> None:
+    def attach(self, weight: Tensor, sink: Sink) -> None:
         """Use `weight` [O, I], a view of the layers' weights, and write its gradient to `sink` (same shape)."""
         self.weight, self.sink = weight, sink
 
@@ -66,7 +74,7 @@ def _joined(projection: Projection) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor | None, *anchors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, *anchors: Tensor) -> Tensor:
         # The parameters themselves are passed so that the result requires a gradient even where x does not.
         ctx.save_for_backward(x, weight)
         ctx.sink, ctx.num_anchors = sink, len(anchors)
@@ -84,7 +92,7 @@ class _Product(torch.autograd.Function):
 class _TwoProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Tensor | None, *anchors: Tensor
+        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Sink | None, *anchors: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(y, g, weight)
         ctx.skip, ctx.sink, ctx.num_anchors = skip, sink, len(anchors)
@@ -96,15 +104,18 @@ class _TwoProducts(torch.autograd.Function):
         d_block, d_context = grads
         d_y = torch.mm(d_block, weight) if ctx.needs_input_grad[0] else None
         d_g = torch.mm(d_context, weight[ctx.skip :]) if ctx.needs_input_grad[1] else None
-        target = ctx.sink if ctx.sink is not None else torch.empty_like(weight)
+        target = ctx.sink.buffer if ctx.sink is not None else torch.empty_like(weight)
         torch.mm(d_block.t(), y, out=target)
         target[ctx.skip :].addmm_(d_context.t(), g)
+        if ctx.sink is not None:
+            ctx.sink.written()
         d_weight = None if ctx.sink is not None else target
         return (d_y, d_g, d_weight, None, None, *[None] * ctx.num_anchors)
 
 
-def _weight_gradient(d_out: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:
+def _weight_gradient(d_out: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
     if sink is None:
         return torch.mm(d_out.t(), x)
-    torch.mm(d_out.t(), x, out=sink)
+    torch.mm(d_out.t(), x, out=sink.buffer)
+    sink.written()
     return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +28,16 @@ from consumer.schedule import Schedule
 from consumer.staging import PackTensors
 
 MakeAttention = Callable[[Anchors, Tensor, DrafterShape], Attend]
-AllReduce = Callable[[list[Tensor]], None]
-"""Adds up tensors over all ranks, in place."""
+
+
+class Reduction(Protocol):
+    """Adds up gradients and sums over all ranks, in place (consumer/distributed.py)."""
+
+    def begin(self) -> None:
+        """Get ready; called before the backward pass, so that what it has finished can travel meanwhile."""
+
+    def finish(self, sums: Tensor) -> None:
+        """Have the flat gradients and `sums` added up over all ranks when later work on the stream reads them."""
 
 
 class TrainStep:
@@ -46,10 +55,12 @@ class TrainStep:
         seed: int,
         dtype: torch.dtype | None = None,
         attention: MakeAttention | None = None,
+        micro_steps: int = 1,
     ) -> None:
         """Take over the drafter's weights (they move into flat buffers) in `dtype`; None keeps theirs.
 
         `attention`: how a step attends; None: per document on a CPU, dense on a GPU (capture.py sets FlexAttention).
+        `micro_steps`: above 1, `run_micro` may add gradients to those of the next `run`; costs one more float32 buffer.
         """
         device = drafter.fc.weight.device
         dtype = dtype or drafter.fc.weight.dtype
@@ -58,11 +69,14 @@ class TrainStep:
         gamma = loss.gamma or default_gamma(self.shape.block_size)
         self.rule = LossRule(loss.labels, loss.decay, gamma, loss.dpace_alpha, loss.chunk_rows)
         self.step = 0
-        self.all_reduce: AllReduce | None = None
+        self.reduction: Reduction | None = None
+        """Where the ranks meet, and nowhere else in a step; None: there is one rank."""
         self.side_stream: torch.cuda.Stream | None = None
         self.execute: Callable[[], None] = self.on_device
+        self.execute_micro: Callable[[], None] = self.micro_on_device
         self.attention: MakeAttention = attention or (document_attention if device.type == "cpu" else dense_attention)
         self.flat = FlatWeights(drafter, dtype)
+        self.carried = Carried(self.flat, self.shape.block_size) if micro_steps > 1 else None
         self.attention_note = ""
         """Which attention was chosen and why; for the log."""
         self._anchors, self._config = anchors, optimizer
@@ -117,6 +131,21 @@ class TrainStep:
         self.step += 1
         self.execute()
 
+    def run_micro(self) -> None:
+        """Carry the gradient sums of the current pack over to the next `run`; needs micro_steps above 1."""
+        self.execute_micro()
+
+    def reseed(self, seed: int) -> None:
+        """Set what the anchors of the next steps are drawn with, beside the step's number. No host wait."""
+        self.seed.fill_(seed)
+
+    def micro_on_device(self) -> None:
+        """Do what `run_micro` does, in tensors alone."""
+        if self.carried is None:
+            raise RuntimeError("run_micro: this step was made with micro_steps 1")
+        self.flat.zero_norm_grads()
+        self.carried.add(self.flat.grads, self._backward())
+
     def on_device(self) -> None:
         """Do what `run` does, in tensors alone: this is what is captured."""
         self.number.add_(self.armed.to(torch.int64))
@@ -124,12 +153,21 @@ class TrainStep:
         self.control.lr.copy_(share * self._config.lr)
         self.control.muon_lr.copy_(share * self._config.muon_lr)
         self.flat.zero_norm_grads()
+        if self.reduction is not None:
+            self.reduction.begin()
+        sums = self._backward()
+        if self.carried is not None:
+            self.carried.add(self.flat.grads, sums)
+            self.carried.give(self.flat.grads, sums)
+        if self.reduction is not None:
+            self.reduction.finish(sums)
+        self._update(sums)
+
+    def _backward(self) -> Tensor:
+        """Fill the flat gradients from the current pack; returns loss, weight, accept, blocks, correct, counted."""
         terms = self.forward()
         terms.loss.backward()
-        sums = torch.cat([torch.stack([terms.loss.detach(), *terms[1:2], *terms[4:]]), *terms[2:4]])
-        if self.all_reduce is not None:  # ranks meet here, and nowhere else: gradients of sums, and the sums
-            self.all_reduce([self.flat.grads, sums])
-        self._update(sums)
+        return torch.cat([torch.stack([terms.loss.detach(), *terms[1:2], *terms[4:]]), *terms[2:4]])
 
     def _update(self, sums: Tensor) -> None:
         """Clip, update and account, given the sums of all ranks: loss, weight, accept, blocks, correct, counted."""
@@ -262,6 +300,33 @@ class TrainStep:
         for counter, name in ((self.number, "step"), (self.updates, "updates"), (self.seed, "seed")):
             counter.copy_(state[name])
         self.step = int(state["step"])
+
+
+class Carried:
+    """Gradients and sums of micro-steps, in at least float32, until the step that uses them."""
+
+    def __init__(self, flat: FlatWeights, block_size: int) -> None:
+        """Start at zero."""
+        self.grads = torch.zeros_like(flat.masters)
+        self.sums = torch.zeros(
+            _NUM_SUMS - 3 + 2 * (block_size - 1), dtype=flat.masters.dtype, device=flat.grads.device
+        )
+
+    def add(self, grads: Tensor, sums: Tensor) -> None:
+        """Add one micro-step's."""
+        self.grads.add_(grads)
+        self.sums.add_(sums)
+
+    def give(self, grads: Tensor, sums: Tensor) -> None:
+        """Move everything carried into `grads` and `sums`, and start at zero again."""
+        grads.copy_(self.grads)
+        sums.copy_(self.sums)
+        self.zero()
+
+    def zero(self) -> None:
+        """Forget what was carried."""
+        self.grads.zero_()
+        self.sums.zero_()
 
 
 _NUM_SUMS = 7

@@ -226,7 +226,7 @@ def test_resume_copies_into_the_tensors_that_the_graph_reads():
 
 
 def captured_with_dense(step: TrainStep):
-    graph = captured(step)
+    graph = captured(step, step.on_device)
     return graph.replay
 
 
