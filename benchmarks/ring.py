@@ -6,9 +6,9 @@ Definitions. cycle: acquire + publish + take + release in one process, nothing c
 back over two links, from before the send to after the receive. slots/s: 64-byte arrays, 64 slots on the way. GB/s:
 payload bytes through a copy in and a copy out, by the receiver's clock, after one round through every slot (page
 faults); the ceiling is the slower of two processes that each copy between buffers of their own at the same time; a
-ratio is to the mean of the ceilings measured right before and right after. wake-up: from a stamp taken before the send,
-3 ms after the last one, to the waiting receiver having it. Each process is pinned to a core of its own. The first and
-last word of every transfer are checked, and the whole of the last array.
+ratio is to the mean of the ceilings measured right before and right after. wake-up: from right before the filled array
+is handed over (publish, put, send), 3 ms after the last one, to the sleeping receiver having it in hand. Each process
+is pinned to a core of its own. The first and last word of every transfer are checked, and the whole of the last array.
 """
 
 from __future__ import annotations
@@ -149,25 +149,24 @@ def wake_up_us(kind: type[Link], samples: int) -> dict[str, float]:
     """Measure how long a sleeping receiver takes to have what was sent; 3 ms between sends."""
     link = kind(64, 4)
 
-    def send_slowly(barrier: Any) -> None:
-        send, array = link.sender(), np.zeros(8, np.uint64)
+    def send_slowly(barrier: Any) -> list[int]:
+        send, array, sent_ns = link.sender(), np.zeros(8, np.uint64), []
         barrier.wait()
         for _ in range(samples):
             time.sleep(0.003)
-            array[1] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-            send(array)
+            sent_ns.append(send(array))
         barrier.wait()
+        return sent_ns
 
-    def receive_all(barrier: Any) -> list[float]:
-        receive, array, times = link.receiver(), np.zeros(8, np.uint64), []
+    def receive_all(barrier: Any) -> list[int]:
+        receive, array = link.receiver(), np.zeros(8, np.uint64)
         barrier.wait()
-        for _ in range(samples):
-            receive(array)
-            times.append((time.clock_gettime_ns(time.CLOCK_MONOTONIC) - int(array[1])) / 1e3)
+        had_ns = [receive(array) for _ in range(samples)]
         barrier.wait()
-        return times
+        return had_ns
 
-    times = np.array(pair(send_slowly, receive_all)[1])
+    sent_ns, had_ns = pair(send_slowly, receive_all)
+    times = (np.array(had_ns) - np.array(sent_ns)) / 1e3
     link.close()
     return {"p50": round(float(np.percentile(times, 50)), 1), "p99": round(float(np.percentile(times, 99)), 1)}
 
@@ -177,7 +176,7 @@ def transfer_s(kind: type[Link], num_bytes: int, num_slots: int, transfers: int)
     link, checked = kind(num_bytes, num_slots), kind is not Ceiling
     warm_up = num_slots + 2 if num_bytes > MIB else 2  # every slot's pages are mapped by then, on both sides
 
-    def timed(move: Callable[[Array], None], barrier: Any, before: Any, after: Any) -> float:
+    def timed(move: Callable[[Array], int], barrier: Any, before: Any, after: Any) -> float:
         barrier.wait()
         for number in range(transfers + warm_up):
             if number == warm_up:

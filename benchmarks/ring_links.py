@@ -2,6 +2,8 @@
 
 A link is made before the processes fork; `sender()` and `receiver()` are called in the process that uses them. `send`
 copies the array into the link (or hands it over), `receive` copies what came into the array: both sides pay their copy.
+`send` returns the CLOCK_MONOTONIC nanoseconds right before it hands the filled data over, `receive` those at which it
+had the data in hand, before it copied them and gave the slot back: the difference is the link's own wake-up.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy.typing as npt
 from shm_ring import Field, Reader, Ring, SlotSpec, atomics, errors, ring_name
 
 Array = npt.NDArray[np.uint64]
-Move = Callable[[Array], None]
+Move = Callable[[Array], int]  # nanoseconds: right before handing over, or with the data in hand
 _fork = multiprocessing.get_context("fork")
 TIMEOUT_S = 60.0
 
@@ -53,10 +55,12 @@ class RingLink:
         """Acquire, copy, publish."""
         writer = Ring.open(self._ring.name).writer()
 
-        def send(source: Array) -> None:
+        def send(source: Array) -> int:
             slot = writer.acquire(TIMEOUT_S)
             np.copyto(slot.array("words"), source)
+            ready_ns = time.monotonic_ns()
             writer.publish(slot, pack_id=0)
+            return ready_ns
 
         return send
 
@@ -64,11 +68,13 @@ class RingLink:
         """Take, copy, release."""
         reader = Reader([Ring.open(self._ring.name)])
 
-        def receive(target: Array) -> None:
+        def receive(target: Array) -> int:
             slot = reader.take(TIMEOUT_S)
+            had_ns = time.monotonic_ns()
             assert slot is not None
             np.copyto(target, slot.array("words"))
             reader.release(slot)
+            return had_ns
 
         return receive
 
@@ -89,11 +95,23 @@ class QueueOfArrays:
 
     def sender(self) -> Move:
         """Put a copy: the queue's thread pickles later, and the caller's array may have changed by then."""
-        return lambda source: self._queue.put(source.copy(), timeout=TIMEOUT_S)
+
+        def send(source: Array) -> int:
+            copy, ready_ns = source.copy(), time.monotonic_ns()
+            self._queue.put(copy, timeout=TIMEOUT_S)
+            return ready_ns
+
+        return send
 
     def receiver(self) -> Move:
         """Get and copy."""
-        return lambda target: np.copyto(target, self._queue.get(timeout=TIMEOUT_S))
+
+        def receive(target: Array) -> int:
+            array, had_ns = self._queue.get(timeout=TIMEOUT_S), time.monotonic_ns()
+            np.copyto(target, array)
+            return had_ns
+
+        return receive
 
     def close(self) -> None:
         """End the queue's thread."""
@@ -115,20 +133,23 @@ class QueueOfIndices:
     def sender(self) -> Move:
         """Get a free index, copy, put it."""
 
-        def send(source: Array) -> None:
+        def send(source: Array) -> int:
             index = self._free.get(timeout=TIMEOUT_S)
             np.copyto(self._slots[index], source)
+            ready_ns = time.monotonic_ns()
             self._ready.put(index)
+            return ready_ns
 
         return send
 
     def receiver(self) -> Move:
         """Get a ready index, copy, put it back."""
 
-        def receive(target: Array) -> None:
-            index = self._ready.get(timeout=TIMEOUT_S)
+        def receive(target: Array) -> int:
+            index, had_ns = self._ready.get(timeout=TIMEOUT_S), time.monotonic_ns()
             np.copyto(target, self._slots[index])
             self._free.put(index)
+            return had_ns
 
         return receive
 
@@ -154,8 +175,10 @@ class ZmqLink:
         socket.set_hwm(self._num_slots)
         socket.connect(f"ipc://{self._path}")
 
-        def send(source: Array) -> None:
-            socket.send(source.copy(), copy=False)
+        def send(source: Array) -> int:
+            copy, ready_ns = source.copy(), time.monotonic_ns()
+            socket.send(copy, copy=False)
+            return ready_ns
 
         return send
 
@@ -166,7 +189,13 @@ class ZmqLink:
         socket = zmq.Context().socket(zmq.PULL)
         socket.set_hwm(self._num_slots)
         socket.bind(f"ipc://{self._path}")
-        return lambda target: np.copyto(target, np.frombuffer(socket.recv(copy=False).buffer, np.uint64))
+
+        def receive(target: Array) -> int:
+            frame, had_ns = socket.recv(copy=False), time.monotonic_ns()
+            np.copyto(target, np.frombuffer(frame.buffer, np.uint64))
+            return had_ns
+
+        return receive
 
     def close(self) -> None:
         """Remove the socket."""
@@ -198,10 +227,12 @@ class IceoryxLink:
         builder = service.publisher_builder().initial_max_slice_len(self._num_bytes)
         publisher = builder.backpressure_strategy(iox.BackpressureStrategy.RetryUntilDelivered).create()
 
-        def send(source: Array, _keep: Any = node) -> None:
+        def send(source: Array, _keep: Any = node) -> int:
             sample = publisher.loan_slice_uninit(self._num_bytes)
             np.copyto(np.frombuffer(sample.payload().as_memory_view(), np.uint64), source)
+            ready_ns = time.monotonic_ns()
             sample.assume_init().send()
+            return ready_ns
 
         return send
 
@@ -210,13 +241,15 @@ class IceoryxLink:
         node, service = self._service()
         subscriber = service.subscriber_builder().create()
 
-        def receive(target: Array, _keep: Any = node) -> None:
+        def receive(target: Array, _keep: Any = node) -> int:
             end = time.monotonic() + TIMEOUT_S
             while (sample := subscriber.receive()) is None:
                 os.sched_yield()
                 assert time.monotonic() < end
+            had_ns = time.monotonic_ns()
             np.copyto(target, np.frombuffer(sample.payload().as_memory_view(), np.uint64))
             sample.delete()
+            return had_ns
 
         return receive
 
@@ -235,8 +268,9 @@ class Ceiling:
     def _copier(self, outward: bool) -> Move:
         own = np.ones(self._num_words, np.uint64)
 
-        def copy(array: Array) -> None:
+        def copy(array: Array) -> int:
             np.copyto(own, array) if outward else np.copyto(array, own)
+            return time.monotonic_ns()
 
         return copy
 
@@ -265,9 +299,11 @@ class FutexFloor:
     def sender(self) -> Move:
         """Copy and ring."""
 
-        def send(source: Array) -> None:
+        def send(source: Array) -> int:
             np.copyto(self._array, source)
+            ready_ns = time.monotonic_ns()
             atomics.ring_bell(self._bell)
+            return ready_ns
 
         return send
 
@@ -275,12 +311,14 @@ class FutexFloor:
         """Sleep until the bell moved, then copy."""
         seen = 0
 
-        def receive(target: Array) -> None:
+        def receive(target: Array) -> int:
             nonlocal seen
             while atomics.load_u32(self._bell) == seen:
                 atomics.wait_bells([(self._bell, seen)], 0.1)
             seen += 1
+            had_ns = time.monotonic_ns()
             np.copyto(target, self._array)
+            return had_ns
 
         return receive
 

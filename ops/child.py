@@ -89,7 +89,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | self.placement.environment,
+                env=child_environment(self.run_dir) | self.placement.environment,
                 start_new_session=True,
             )
         self.reply = {}
@@ -188,15 +188,26 @@ class Child:
         } | said
 
 
-def child_environment() -> dict[str, str]:
-    """Environment of every process of the run: unbuffered output, our packages importable, the launcher to watch."""
+def child_environment(run_dir: Path) -> dict[str, str]:
+    """Environment of every process of the run: unbuffered output, our packages importable, the launcher to watch.
+
+    What torch.compile and Triton make is kept in the run's folder, so that a restart finds it; a user's own settings
+    of TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR stand.
+    """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.environ | {
+    caches = compile_caches(run_dir)
+    return caches | os.environ | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONUNBUFFERED": "1",
         LAUNCHER_ENV: launcher_mark(),
     }
+
+
+def compile_caches(run_dir: Path) -> dict[str, str]:
+    """Where the processes of a run keep compiled kernels."""
+    folder = run_dir.resolve() / "compile_cache"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def kill_session(pid: int) -> None:

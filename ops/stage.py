@@ -43,7 +43,7 @@ def run_stage(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=child_environment() | environment,
+        env=child_environment(run_dir) | environment,
         start_new_session=True,
     )
     try:
