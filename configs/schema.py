@@ -67,10 +67,19 @@ class TargetConfig(Section):
     """One producer process per entry: "cpu", "cuda:0", ... "auto": the first free GPU, else the CPU."""
     threads: Int | None = Field(None, ge=1)
     """CPU threads of each producer. None: the cores shared out between all processes of the run."""
-    compile: Bool = False
-    """Compile each decoder layer (regional torch.compile); GPU only. Not read yet."""
+    compile: Bool = True
+    """Compile each decoder layer (regional torch.compile); GPU only."""
     attention: Text = "sdpa"
-    """Attention implementation passed to transformers."""
+    """Attention implementation passed to transformers, for reading in rows."""
+    layout: Literal["auto", "packed", "rows"] = "auto"
+    """How documents are read. packed: whole packs, attention cut by document, no padding; rows: right-padded rows of
+    near-equal length, exact for every target. auto: packed where the target allows it and the start-up check passes."""
+    state_band: Float | None = Field(16.0, gt=1)
+    """Largest factor between the RMS of a document's states (geometric mean over its rows) and the usual one of that
+    tap; beyond it the run stops. None: no limit."""
+    min_agreement: Float = Field(0.5, ge=0, le=1)
+    """With final_hidden, a warning if fewer supervised tokens than this share equal the target's own greedy choice:
+    then the answers were not produced by this target."""
 
 
 class SourceConfig(Section):
@@ -108,10 +117,12 @@ class PackConfig(Section):
 
     tokens: Int = Field(8192, ge=32)
     """T: tokens of a pack, padding included."""
-    window_packs: Int = Field(8, ge=1, le=256)
-    """Packs whose documents are sorted by length together, so that rows of one forward are near-equal."""
+    window_packs: Int = Field(16, ge=1, le=256)
+    """Read in rows: packs under way at the same time, whose documents are sorted by length together, so that rows of one
+    forward are near-equal. Their features stay on the target's GPU until they are complete."""
     row_buckets: Int = Field(8, ge=1, le=64)
-    """Number of row lengths that the target sees; fewer means fewer shapes to compile, more means less padding."""
+    """Read in rows: row lengths between each power of two and the next; fewer means fewer shapes, more means less
+    padding."""
     max_row_tokens: Int | None = Field(None, ge=32)
     """Tokens of one forward, padding included. None: the pack size."""
 
@@ -157,6 +168,8 @@ class DrafterConfig(Section):
     """Width of the MLP. None: the target's."""
     init: Literal["random", "target_last_layers"] = "random"
     """Initial weights: random, or copies of the target's last layers with fc the identity on the last tap."""
+    init_from: Text | None = None
+    """Folder of an exported drafter (z-lab or speculators format) whose weights to start from; overrides `init`."""
     draft_vocab_size: Int | None = Field(None, ge=16)
     """Reduced output vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary."""
 
@@ -221,10 +234,16 @@ class TrainingConfig(Section):
     """Stop after this many seconds of training. None: no limit."""
     steps_per_pack: Int = Field(1, ge=1)
     """Optimizer steps on each pack, each with fresh anchors."""
+    micro_steps: Int = Field(1, ge=1, le=1024)
+    """Gradient accumulation: draws of anchors per drafter process whose gradients make one optimizer step. With more
+    than `steps_per_pack`, several packs make one step."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """Type of the matrix products; masters are float32. auto: float32 on a CPU, bfloat16 on a GPU."""
     devices: tuple[Text, ...] = ("auto",)
-    """One consumer process per entry, as target.devices."""
+    """One consumer process per entry, as target.devices. Several train one drafter, data parallel."""
+    collective_timeout_s: Float = Field(600.0, gt=0)
+    """A drafter process that waits longer than this for another one gives up. A wait for packs is none: the processes
+    meet every two seconds. A checkpoint must be written within it."""
     threads: Int | None = Field(None, ge=1)
     """CPU threads of each consumer. None: the cores shared out between all processes of the run."""
     cuda_graph: Bool = True

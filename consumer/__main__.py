@@ -1,6 +1,8 @@
 """Start one drafter process: `python -m consumer --run-dir RUN --rank C`. Started by the launcher, or by hand.
 
-The device comes from DFLASH_DEVICE ("cpu" or "cuda:0"), the number of CPU threads from OMP_NUM_THREADS.
+One of several: torchrun's variables say which (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and
+`torchrun --nproc-per-node M -m consumer --run-dir RUN` starts M of them by hand. The device comes from DFLASH_DEVICE
+("cpu" or "cuda:0"), else it is the GPU of the local rank; the number of CPU threads comes from OMP_NUM_THREADS.
 Exit codes: 0 done or told to stop, 2 configuration, 3 data, 4 a peer died, 5 resources.
 """
 
@@ -19,11 +21,25 @@ def main() -> int:
     """Run the process named on the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m consumer", description="One drafter process of a run")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=int, help="global rank; RANK if left out")
     arguments = parser.parse_args()
-    log = Log("drafter", arguments.rank)
-    with Control.start(arguments.run_dir, "drafter", arguments.rank) as control:  # before anything slow is imported
-        return _run(arguments.run_dir, arguments.rank, control, log)
+    rank = arguments.rank if arguments.rank is not None else _number("RANK")
+    log = Log("drafter", rank)
+    with Control.start(arguments.run_dir, "drafter", rank) as control:  # before anything slow is imported
+        return _run(arguments.run_dir, rank, control, log)
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _device() -> str:
+    """DFLASH_DEVICE, else under torchrun the GPU of the local rank, else the CPU."""
+    import torch
+
+    by_rank = f"cuda:{_number('LOCAL_RANK')}" if "RANK" in os.environ and torch.cuda.is_available() else "cpu"
+    return os.environ.get("DFLASH_DEVICE", by_rank)
 
 
 def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
@@ -31,6 +47,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
 
     from configs.load import ConfigError, load_config
     from consumer.checkpoint import CheckpointError
+    from consumer.distributed import PeerLost, Place, Ranks
     from consumer.frozen_head import HeadError
     from consumer.loop import Unstable, run
     from consumer.staging import BadPack
@@ -39,9 +56,16 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    device = torch.device(os.environ.get("DFLASH_DEVICE", "cpu"))
+    device = torch.device(_device())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
-        run(load_config(run_dir / "config.yaml"), run_dir, rank, device, control, log)
+        config = load_config(run_dir / "config.yaml")
+        with Ranks(Place.read(os.environ, rank), device, config.training.collective_timeout_s) as ranks:
+            run(config, run_dir, ranks, device, control, log)
+    except PeerLost as error:
+        print(str(error), file=sys.stderr, flush=True)
+        os._exit(error.exit_code)  # a GPU may wait for the lost rank for ever, nor may an orderly end
     except (ConfigError, HeadError, CheckpointError, BadPack, Unstable, RingError) as error:
         print(str(error), file=sys.stderr, flush=True)
         return error.exit_code

@@ -34,9 +34,10 @@ class Journal:
         os.write(self._file, f"{line}\n".encode())
         self._begun.add(pack_id)
 
-    def finish(self, pack_id: int) -> None:
-        """Count a begun pack as being in the weights, all its steps launched."""
-        self._trained.add(pack_id)
+    def finish(self, *pack_ids: int) -> None:
+        """Count packs as being in the weights, all their steps launched; also those that other ranks have begun."""
+        self._trained.update(pack_ids)
+        self._begun.update(pack_ids)
 
     @property
     def trained(self) -> frozenset[int]:
@@ -50,9 +51,13 @@ class Journal:
             self._file = -1
 
 
-def begin_generation(run_dir: Path, trained: Iterable[int]) -> int:
-    """Start a new generation whose weights contain `trained`; producers then make every other pack again."""
-    before = read_trained(run_dir)
-    generation = 0 if before is None else before.generation + 1
+def begin_generation(run_dir: Path, trained: Iterable[int], generation: int | None = None) -> int:
+    """Start a new generation whose weights contain `trained`; producers then make every other pack again.
+
+    generation: its number, the same on every host; None: one more than this run folder's last.
+    """
+    if generation is None:
+        before = read_trained(run_dir)
+        generation = 0 if before is None else before.generation + 1
     write_trained(run_dir, Trained(generation, frozenset(trained)))
     return generation

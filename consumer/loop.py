@@ -1,40 +1,45 @@
-"""The flow of a drafter process, on one screen: take -> copy -> journal -> release -> steps -> checkpoint.
+"""The flow of a drafter process, on one screen: take -> agree -> copy -> journal -> release -> steps -> checkpoint.
 
-It ends when every pack of the plan is in the weights, or at max_steps or max_seconds, or when it is told to stop;
-each time after a whole pack, with a checkpoint. What was trained since the last checkpoint when it is killed is not in
-the weights any more: the next generation's record says so, and the producers make those packs again.
+Several drafter processes (ranks) go through it in step: before each pack they agree on what to do (distributed.py), so
+all train, wait, save and stop together; a rank without a pack takes part with an empty one. It ends when every pack of
+the plan is in the weights, or at max_steps or max_seconds, or when any rank is told to stop; each time after a whole
+pack, with a checkpoint. What was trained since the last checkpoint when a rank is killed is not in the weights any
+more: the next generation's record says so, and the producers make those packs again.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configs.load import ConfigError
-from configs.run_files import read_plan, write_atomically
+from configs.run_files import read_plan, read_trained, write_atomically
 from configs.schema import Config
+from configs.targets import targets_of
 from consumer.capture import prepare
 from consumer.checkpoint import Checkpoint, CheckpointError, keep_newest, newest_checkpoint, save_checkpoint
+from consumer.distributed import Ranks, Turn
+from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
 from consumer.selfcheck import self_check
 from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
-from consumer.staging import Staging, allocate_pack, check_pack
+from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
 from consumer.step import TrainStep
 from ops.control import Control
 from ops.telemetry import Log, Metrics
-from shm_ring import Board, Reader, ReadSlot, Ring, SlotSpec, ring_name
-from shm_ring.errors import RingStopped, RingTimeout
+from shm_ring import Board, Reader, Ring, SlotSpec, ring_name
 from shm_ring.tensors import PageLock
 
-STARVED_REPORT_S = 30.0
-AT_END_S = 0.1
+AT_REST_S = 0.1
 SELF_CHECK_TOLERANCE = 1e-3  # relative, of a loss in bfloat16
 WARM_STEPS = 20  # before that the pace says little
 
@@ -45,65 +50,51 @@ class Unstable(Exception):
     exit_code = 3
 
 
-def run(config: Config, run_dir: Path, rank: int, device: torch.device, control: Control, log: Log) -> None:
-    """Train until done or told to stop. Raises ConfigError, RingError, HeadError, CheckpointError, ..."""
-    if len(config.training.devices) > 1:
-        found = len(config.training.devices)
-        raise ConfigError([f"training.devices: one drafter process for now, got {found}; several do not reduce yet"])
+def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, control: Control, log: Log) -> None:
+    """Train until done or told to stop. Raises ConfigError, RingError, HeadError, CheckpointError, PeerLost, ..."""
     plan = read_plan(run_dir)
-    rings = [
-        Ring.open(ring_name(config.run.name, k), spec=SlotSpec.from_json(plan["slot_spec"]))
-        for k in range(len(config.target.devices))
-    ]
+    spec = SlotSpec.from_json(plan["slot_spec"])
+    rings = [Ring.open(ring_name(config.run.name, k), spec=spec) for k in targets_of(config, os.environ).ranks]
     board = Board.open(config.run.name)
-    trainer = Trainer(config, plan, run_dir, rank, device, rings[0].spec, log)
-    ring_config = config.ring
+    trainer = Trainer(config, plan, run_dir, ranks, device, spec, log)
+    ring_config, me = config.ring, ranks.local_rank
     with ExitStack() as stack:
         for ring in rings if device.type == "cuda" and ring_config.page_lock else []:
             stack.enter_context(PageLock(ring))
         pick, max_age = ring_config.pick, ring_config.max_age
-        reader = stack.enter_context(Reader(rings, rank, pick, ring_config.min_ready, max_age, config.run.seed, board))
+        reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
+        intake = Intake(reader, trainer.journal, control, log)
         staging = Staging(trainer.pack)
-        meter = Meter(Metrics(run_dir, "drafter", rank), control, rings, reader)
+        meter = Meter(Metrics(run_dir, "drafter", ranks.rank), control, rings, reader, ranks)
         control.report(state="ready", step=trainer.step.step)
-        while not trainer.done and not control.stopping:
-            control.wait_while_paused()
+        while not trainer.done:
             _apply_settings(reader, trainer, control)
-            slot = _take(reader, control, log)
-            if slot is None:
+            turn = ranks.exchange(intake.offer(trainer.train_seconds))
+            trainer.hear(turn)
+            if turn.stop:
+                break
+            if turn.wait or not (turn.packs or trainer.in_a_step):
+                time.sleep(AT_REST_S if control.paused or not turn.wait else 0)
                 continue
-            if slot.header.pack_id in trainer.journal:  # extracted twice, or held over a crash and already trained
-                reader.release(slot)
-                continue
-            check_pack(slot, tuple(plan["target"]["target_layer_ids"]))
-            staging.start(slot)
-            staging.finish()
-            trainer.journal.begin(slot.header.pack_id, trainer.step.step)
-            staging.wait_copied()  # on a GPU the steps before this pack still run
-            reader.release(slot)
-            trainer.train(slot.header.pack_id, meter)
-            meter.trained(slot.header.num_tokens)
-            if control.take_checkpoint_request() or trainer.checkpoint_due:
+            pack_id, slot = turn.pack_of(ranks.rank), intake.slot
+            if slot is not None and pack_id is not None:
+                check_pack(slot, tuple(plan["target"]["target_layer_ids"]))
+                staging.start(slot)
+                staging.finish()
+                trainer.journal.begin(pack_id, trainer.step.step)
+                meter.trained(slot.header.num_tokens)
+                staging.wait_copied()  # on a GPU the steps before this pack still run
+            else:
+                empty_pack(trainer.pack)
+            intake.release()
+            trainer.train(turn.packs, pack_id, meter)
+            if trainer.checkpoint_due:
                 trainer.save()
         meter.write(trainer.step, len(trainer.journal.trained))
         trainer.finish()
     for ring in rings:
         ring.close()
     board.close()
-
-
-def _take(reader: Reader, control: Control, log: Log) -> ReadSlot | None:
-    """Take a slot; None at the end of what there is for now, when told to stop, or after 30 s without any."""
-    try:
-        slot = reader.take(timeout_s=STARVED_REPORT_S, stop=lambda: control.stopping)
-    except RingStopped:
-        return None
-    except RingTimeout as empty:
-        log("starved", detail=str(empty))
-        return None
-    if slot is None:
-        time.sleep(AT_END_S)
-    return slot
 
 
 def _apply_settings(reader: Reader, trainer: Trainer, control: Control) -> None:
@@ -113,45 +104,78 @@ def _apply_settings(reader: Reader, trainer: Trainer, control: Control) -> None:
     trainer.log_every_steps = int(control.settings.get("training.log_every_steps", trainer.log_every_steps))
 
 
+def anchor_seed(seed: int, pack_id: int, draw: int) -> int:
+    """Seed of a pack's anchors: the same whichever rank trains the pack, and whatever else is in that step."""
+    return zlib.crc32(f"{seed}:{pack_id}:{draw}".encode())
+
+
 class Trainer:
-    """The drafter with its step, journal and checkpoints; resumes from the newest complete checkpoint."""
+    """The drafter with its step, journal and checkpoints; resumes from the newest complete checkpoint.
+
+    Rank 0 alone reads and writes checkpoints; the others receive its weights and state at their start.
+    """
 
     def __init__(
         self,
         config: Config,
         plan: dict[str, Any],
         run_dir: Path,
-        rank: int,
+        ranks: Ranks,
         device: torch.device,
         spec: SlotSpec,
         log: Log,
     ) -> None:
+        self._ranks = ranks
         self._config, self._plan, self._run_dir, self._log = config, plan, run_dir, log
         self._folder = run_dir / "checkpoints"
         dtype = step_dtype(config.training.precision, device)
         drafter = make_drafter(config, plan, device, log)
         head = make_head(plan, dtype, device)
         self.pack = allocate_pack(spec, device)
-        packs_to_train = plan["num_packs"]
-        limit = packs_to_train * config.training.steps_per_pack
-        self._total_steps = min(limit, config.training.max_steps or limit)
-        seed = config.run.seed + rank
         self.step = TrainStep(
-            drafter, head, self.pack, config.anchors, config.loss, config.optimizer, self._total_steps, seed, dtype
-        )
-        saved = newest_checkpoint(self._folder, lambda line: log("checkpoint", detail=line))
+            drafter, head, self.pack, config.anchors, config.loss, config.optimizer, 1, config.run.seed, dtype,
+            micro_steps=config.training.micro_steps,
+        )  # fmt: skip
+        saved = self._newest()
         if saved is not None:
             self._restore(saved)
-        trained = saved.trained if saved else frozenset()
-        self._seconds_before = float(saved.meta.get("train_seconds", 0.0)) if saved else 0.0
-        self.journal = Journal(run_dir, rank, begin_generation(run_dir, trained), trained)
+        ranks.share(self.step.shared_state())
+        self.step.adopt()
+        facts = (saved.trained, float(saved.meta.get("train_seconds", 0.0))) if saved else (frozenset(), 0.0)
+        trained, seconds_before = ranks.from_first(facts)
+        self._seconds_before = float(seconds_before)
+        before = read_trained(run_dir)
+        generation = 1 + ranks.largest(-1 if before is None else before.generation)
+        if ranks.local_rank == 0:  # the producers of each host read it in their own run folder
+            begin_generation(run_dir, trained, generation)
+        self.journal = Journal(run_dir, ranks.rank, generation, trained)
+        self._total_steps = self._plan_steps(len(trained))
+        self.step.total_steps.fill_(self._total_steps)
+        self.step.reduction = ranks.reduction_of(self.step)
+        self._open_packs: list[int] = []
+        self._micro_done = 0
+        self._clock_s = self._seconds_before
+        self._save_asked = False
         self._last_saved = self.step.step
         self.log_every_steps = config.training.log_every_steps
         if device.type == "cuda":
             self._speed_up(config, log)
         self._started = time.monotonic()
-        if saved is None:
+        if self.step.step == 0:
             self.save()
+
+    def _newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint; None on every rank but 0."""
+        if self._ranks.rank > 0:
+            return None
+        return newest_checkpoint(self._folder, lambda line: self._log("checkpoint", detail=line))
+
+    def _plan_steps(self, num_trained: int) -> int:
+        """Steps after which the packs are trained, if every rank always has one: what the learning rate aims at."""
+        training = self._config.training
+        rounds = math.ceil((self._plan["num_packs"] - num_trained) / self._ranks.world)
+        planned = self.step.step + math.ceil(rounds * training.steps_per_pack / training.micro_steps)
+        return int(min(planned, training.max_steps or planned))
 
     def _speed_up(self, config: Config, log: Log) -> None:
         """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
@@ -172,42 +196,64 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether every pack is in the weights, or a limit is reached."""
-        limit_s = self._config.training.max_seconds
-        out_of_time = limit_s is not None and self.train_seconds >= limit_s
-        return (
-            out_of_time or self.step.step >= self._total_steps or len(self.journal.trained) >= self._plan["num_packs"]
-        )
+        limit_s, max_steps = self._config.training.max_seconds, self._config.training.max_steps
+        out_of_time = limit_s is not None and self._clock_s >= limit_s
+        out_of_steps = max_steps is not None and self.step.step >= max_steps
+        return out_of_time or out_of_steps or len(self.journal.trained) >= self._plan["num_packs"]
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether micro-steps wait for the rest of their step."""
+        return self._micro_done % self._config.training.micro_steps != 0
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether enough steps have passed since the last checkpoint."""
-        return self.step.step - self._last_saved >= self._config.checkpoint.every_steps
+        """Whether one was asked for, or enough steps have passed since the last; never in the middle of a step."""
+        due = self.step.step - self._last_saved >= self._config.checkpoint.every_steps
+        return (due or self._save_asked) and not self.in_a_step
 
-    def train(self, pack_id: int, meter: Meter) -> None:
-        """Do the steps of one pack; raises Unstable."""
-        for _ in range(self._config.training.steps_per_pack):
-            if self.step.step >= self._total_steps:
+    def hear(self, turn: Turn) -> None:
+        """Follow rank 0's clock and any rank's wish for a checkpoint."""
+        self._clock_s = turn.elapsed_s
+        self._save_asked |= turn.checkpoint
+
+    def train(self, packs: Sequence[int], mine: int | None, meter: Meter) -> None:
+        """Do the steps of the packs that all ranks have at hand, `mine` being this one's; raises Unstable."""
+        self._open_packs += packs
+        for draw in range(self._config.training.steps_per_pack):
+            if self.step.step >= (self._config.training.max_steps or math.inf):
                 break
+            self.step.reseed(anchor_seed(self._config.run.seed, mine or 0, draw))
+            self._micro_done += 1
+            if self.in_a_step:
+                self.step.run_micro()
+                continue
             self.step.run()
             if self.step.skipped_in_a_row >= self._config.training.max_skipped_steps:
                 raise Unstable(
-                    f"pack {pack_id}, step {self.step.step}: {self.step.skipped_in_a_row} steps in a row with a "
+                    f"pack {mine}, step {self.step.step}: {self.step.skipped_in_a_row} steps in a row with a "
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self.log_every_steps == 0:
                 meter.write(self.step, len(self.journal.trained))
-        self.journal.finish(pack_id)
+        if not self.in_a_step:
+            self.journal.finish(*self._open_packs)
+            self._open_packs = []
         self._aim_at_the_time_limit()
 
     def _aim_at_the_time_limit(self) -> None:
         """Let the learning rate reach its end when `training.max_seconds` does, at the pace so far."""
         limit_s = self._config.training.max_seconds
         if limit_s is not None and self.step.step > WARM_STEPS:
-            reachable = int(self.step.step * limit_s / self.train_seconds)
+            reachable = int(self.step.step * limit_s / max(self._clock_s, 1e-3))
             self.step.total_steps.fill_(min(self._total_steps, max(reachable, self.step.step)))
 
     def save(self) -> Path | None:
         """Write a checkpoint; one that cannot be written is reported, and training goes on with the older ones."""
+        self._save_asked = False
+        if self._ranks.rank > 0:
+            self._last_saved = self.step.step
+            return None
         meta = {
             "shape": shape_as_dict(self.step.shape),
             "target": self._plan["target"],
@@ -229,11 +275,12 @@ class Trainer:
         return path
 
     def finish(self) -> None:
-        """Write the last checkpoint and, if training is done, RUN/final.json. Raises CheckpointError."""
+        """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError."""
         path = self.save() if self._last_saved != self.step.step else self._folder / f"step-{self.step.step}"
-        if path is None:
+        if path is None and self._ranks.rank == 0:
             raise CheckpointError(f"{self._folder}: the final checkpoint could not be written; free space and resume")
-        if self.done:
+        path = self._ranks.from_first(path)  # the others leave when it is written
+        if self.done and self._ranks.local_rank == 0:
             facts = {
                 "steps": self.step.step,
                 "packs_trained": len(self.journal.trained),
@@ -241,6 +288,7 @@ class Trainer:
                 "train_seconds": round(self.train_seconds, 2),
             }
             write_atomically(self._run_dir / "final.json", json.dumps(facts))
+        self._ranks.barrier()  # so that final.json is there on every host before anyone leaves
         self.journal.close()
 
     def _restore(self, saved: Checkpoint) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from consumer.distributed import Ranks
 from consumer.step import TrainStep
 from ops.control import Control
 from ops.telemetry import Metrics
@@ -14,12 +15,13 @@ from shm_ring import Reader, Ring
 class Meter:
     """Writes one line of metrics every few steps; rates are over the time since the line before."""
 
-    def __init__(self, metrics: Metrics, control: Control, rings: list[Ring], reader: Reader) -> None:
-        self._metrics, self._control, self._rings, self._reader = metrics, control, rings, reader
+    def __init__(self, metrics: Metrics, control: Control, rings: list[Ring], reader: Reader, ranks: Ranks) -> None:
+        self._metrics, self._control, self._rings, self._reader, self._ranks = metrics, control, rings, reader, ranks
         self._tokens = 0
         self._last_step = -1
         self._last = time.monotonic()
         self._last_starved_s = reader.starved_s
+        self._last_waited_s = ranks.waited_s
         self.first_loss: float | None = None
         self.last_loss: float | None = None
 
@@ -47,6 +49,10 @@ class Meter:
             "packs_trained": packs_trained,
             **more,
         }
+        if self._ranks.world > 1:
+            waited_s = self._ranks.waited_s - self._last_waited_s
+            line["peers_pct"] = round(100 * min(1.0, waited_s / passed_s), 2)
+            self._last_waited_s = self._ranks.waited_s
         self._metrics.write(step=step.step, **line)
         self._control.report(state="running", step=step.step, **line)
         self._tokens, self._last, self._last_starved_s = 0, now, self._reader.starved_s

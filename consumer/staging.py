@@ -57,6 +57,11 @@ def copy_pack(slot: ReadSlot, pack: PackTensors, non_blocking: bool = False) -> 
             destination.copy_(slot_tensor(slot, name), non_blocking=non_blocking)
 
 
+def empty_pack(pack: PackTensors) -> None:
+    """Make the current pack one without a supervised token: its step adds no gradient and no weight."""
+    pack.loss_mask.zero_()
+
+
 class Staging:
     """Brings the next pack over while the current one is trained on.
 

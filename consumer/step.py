@@ -270,6 +270,16 @@ class TrainStep:
             state |= {f"{prefix}.{name}": view for name, view in views.items()}
         return state
 
+    def shared_state(self) -> list[Tensor]:
+        """Everything that the ranks must have alike when they start: masters, moments, counters. Views, not copies."""
+        moments = [self.adamw.exp_avg, self.adamw.exp_avg_sq, *([self.muon.momentum] if self.muon else [])]
+        return [self.flat.masters, *moments, self.number, self.updates]
+
+    def adopt(self) -> None:
+        """Follow what was copied into `shared_state`."""
+        self.flat.refresh()
+        self.step = int(self.number)
+
     def _state_views(self) -> dict[str, dict[str, Tensor]]:
         flat, views = self.flat, {}
         if flat.masters is not flat.weights:

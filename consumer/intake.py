@@ -1,0 +1,72 @@
+"""What this rank has to offer: takes slots, drops packs that came twice, and says when it starves.
+
+A wait never lasts longer than SLICE_S, however long the ring stays empty: the ranks meet in between, so that none of
+them waits for another without an end, and a stop reaches all.
+"""
+
+from __future__ import annotations
+
+import time
+
+from consumer.distributed import AT_END, NOTHING_YET, Offer
+from consumer.journal import Journal
+from ops.control import Control
+from ops.telemetry import Log
+from shm_ring import Reader, ReadSlot
+from shm_ring.errors import RingStopped, RingTimeout
+
+SLICE_S = 2.0
+STARVED_REPORT_S = 30.0
+
+
+class Intake:
+    """Holds at most one slot, from the moment it is taken until `release`."""
+
+    def __init__(self, reader: Reader, journal: Journal, control: Control, log: Log) -> None:
+        self.slot: ReadSlot | None = None
+        self._reader, self._journal, self._control, self._log = reader, journal, control, log
+        self._fed_at = time.monotonic()
+
+    def offer(self, elapsed_s: float) -> Offer:
+        """Take a slot if none is held, waiting up to SLICE_S, and say what there is and what was asked meanwhile."""
+        control = self._control
+        pack_id = NOTHING_YET
+        if not (control.stopping or control.paused):
+            pack_id = self._take()
+        return Offer(
+            pack_id, int(control.stopping), int(control.paused), int(control.take_checkpoint_request()),
+            int(elapsed_s * 1e3),
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Give the slot back, its bytes being elsewhere or not wanted; harmless without one."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self._reader.release(slot)
+
+    def _take(self) -> int:
+        if self.slot is not None and self.slot.header.pack_id in self._journal:  # trained by another rank meanwhile
+            self.release()
+        while self.slot is None:
+            try:
+                slot = self._reader.take(timeout_s=SLICE_S, stop=lambda: self._control.stopping)
+            except RingStopped:
+                self._control.stop("ring stopped")
+                return NOTHING_YET
+            except RingTimeout as empty:
+                self._report(str(empty))
+                return NOTHING_YET
+            if slot is None:
+                return AT_END
+            if slot.header.pack_id in self._journal:  # extracted twice, or held over a crash and already trained
+                self._reader.release(slot)
+                continue
+            self.slot = slot
+            self._fed_at = time.monotonic()
+        return self.slot.header.pack_id
+
+    def _report(self, detail: str) -> None:
+        starved_s = time.monotonic() - self._fed_at
+        if starved_s >= STARVED_REPORT_S:
+            self._log("starved", detail=detail)
+            self._fed_at = time.monotonic()
