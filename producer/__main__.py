@@ -31,7 +31,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
 
     from configs.load import ConfigError, load_config
     from producer.loop import run
-    from producer.rows import BadStates
+    from producer.states import BadStates
     from producer.target import TargetError
     from shm_ring.errors import RingError, RingStopped
 

@@ -1,4 +1,4 @@
-"""The flow of a target process, on one screen: todo -> window of packs -> target -> slot -> publish.
+"""The flow of a target process, on one screen: todo -> window of packs -> target -> slot -> check, publish.
 
 Backpressure is one rule: no FREE slot, the producer waits. It ends when it is told to; after its last pack it stays,
 because a drafter that restarts from a checkpoint may need packs again.
@@ -20,7 +20,9 @@ from producer.corpus.documents import Documents
 from producer.corpus.schedule import Schedule
 from producer.meter import Meter
 from producer.rows import PackMaker
-from producer.target import TargetDescription, load_target
+from producer.setup import Load, make_target
+from producer.states import StateCheck
+from producer.target import TargetDescription
 from producer.todo import Todo
 from producer.transfer import Transfer
 from shm_ring import Board, Ring, SlotSpec, Writer, WriteSlot, ring_name
@@ -29,10 +31,13 @@ from shm_ring.tensors import PageLock
 
 IDLE_S = 0.2  # how often a producer without work looks for a new drafter generation
 BLOCKED_REPORT_S = 30.0
+UNDER_WAY = 1  # packs queued on the device while the host waits for the one before: it never runs dry, nor far ahead
 
 
-def run(config: Config, run_dir: Path, rank: int, device: torch.device, control: Control, log: Log) -> None:
-    """Produce packs until told to stop. Raises RingError, TargetError, BadStates."""
+def run(
+    config: Config, run_dir: Path, rank: int, device: torch.device, control: Control, log: Log, load: Load | None = None
+) -> None:
+    """Produce packs until told to stop. Raises RingError, TargetError, BadStates. `load`: see make_target."""
     plan = read_plan(run_dir)
     description = TargetDescription.from_dict(plan["target"])
     corpus = Documents(run_dir / "data")
@@ -41,27 +46,28 @@ def run(config: Config, run_dir: Path, rank: int, device: torch.device, control:
     )
     ring = Ring.open(ring_name(config.run.name, rank), spec=SlotSpec.from_json(plan["slot_spec"]))
     board = Board.open(config.run.name)
-    target = load_target(description, config.target, device)
-    log("model loaded", model=description.name, device=device, taps=description.target_layer_ids)
-    maker = PackMaker(corpus, schedule, target, device, config, plan["row_buckets"])
+    target = make_target(description, config, device, log, load)
+    maker = PackMaker(corpus, schedule, target, config)
+    check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)
     todo = Todo(run_dir, ring, schedule.num_packs, rank, len(config.target.devices))
     with ring.writer(board) as writer, _page_locked(ring, config, device):
-        transfer = Transfer(writer, device, description.target_layer_ids)
-        meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer)
+        transfer = Transfer(writer, target.device, description.target_layer_ids, check)
+        meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer, config.target.min_agreement, log)
         control.report(state="ready")
         while not control.stopping:
             control.wait_while_paused()
-            if todo.refresh():
+            if todo.refresh(maker.pack_ids | transfer.pack_ids):
                 writer.reopen()
                 log("todo", packs=len(todo), generation=todo.generation)
-            pack_ids = todo.take(config.pack.window_packs)
-            if not pack_ids:
+            maker.add(todo.take(maker.room))
+            if not len(maker):
+                transfer.publish()
                 _rest(writer, todo, control)
-            for pack in maker.window(pack_ids, lambda: control.stopping):
+            for pack in maker.advance():  # queued on a GPU, not waited for
                 transfer.start(_acquire(writer, transfer, control, log), pack)
-                transfer.publish_finished(wait=len(todo) == 0)
-                meter.packed(pack.pack_id, pack.num_tokens)
-            transfer.publish_finished(wait=len(todo) == 0)
+                meter.packed(pack.pack_id, pack.num_tokens, maker.padding, check)
+            transfer.publish(leave=UNDER_WAY)
+        transfer.publish()
     ring.close()
     board.close()
 
@@ -77,7 +83,7 @@ def _acquire(writer: Writer, transfer: Transfer, control: Control, log: Log) -> 
         try:
             return writer.acquire(timeout_s=0.0)
         except RingTimeout:  # nobody can release what is not published, so publish before waiting
-            transfer.publish_finished(wait=True)
+            transfer.publish()
         try:
             return writer.acquire(timeout_s=BLOCKED_REPORT_S, stop=lambda: control.stopping)
         except RingTimeout as full:

@@ -1,12 +1,14 @@
-"""Make packs: documents of a window of packs -> rows -> target -> taps gathered into each pack, on the device.
+"""Make packs: documents -> target -> taps gathered into each pack, on the target's device. Waits for nothing there.
 
-Rows of one forward may belong to several packs of the window, so rows are near-equal in length while each pack stays
-a random mixture. A pack is handed on when its last row has been gathered.
+A target that can is read packed, one pack per forward (producer/packed.py). Any other is read in right-padded rows of
+near-equal length, which come from a window of packs (producer/row_plan.py); a pack is handed on when its last row has
+been gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,16 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.schema import Config
-from producer.corpus.documents import Documents
-from producer.corpus.packing import RowBatch, row_batches
-from producer.corpus.schedule import Schedule
-from producer.target import Target
+from producer.row_plan import RowBatch, RowPlan
+from producer.trunk import Target, to_device
 
-
-class BadStates(Exception):
-    """The target produced states that cannot be trained on; the message names document and tap. Exit code 3."""
-
-    exit_code = 3
+if TYPE_CHECKING:
+    from producer.corpus.documents import Documents
+    from producer.corpus.schedule import Schedule
 
 
 class Pack:
@@ -51,90 +49,116 @@ class Pack:
             place = end
         self.num_tokens = place
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, in the order they stand."""
+        return [end - start for start, end in self.spans.values()]
+
+    @property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """First and end token of each document."""
+        ends = [*list(self.starts.values())[1:], self.num_tokens]
+        return {number: (start, end) for (number, start), end in zip(self.starts.items(), ends, strict=True)}
+
+    def gather(self, span: tuple[int, int], taps: Sequence[Tensor], last: Tensor, keep_final: bool) -> None:
+        """Copy the states [n, H] of the tokens in `span` to their place; padding stays zero."""
+        tokens, hidden = len(self.input_ids), taps[0].shape[-1]
+        if self.features is None:
+            self.features = torch.empty(
+                tokens, len(taps) * hidden, dtype=last.dtype, device=last.device if keep_final else taps[0].device
+            )
+            self.features[self.num_tokens :].zero_()
+            if keep_final:
+                self.final_hidden = last.new_empty(tokens, hidden)
+                self.final_hidden[self.num_tokens :].zero_()
+        start, end = span
+        for place, tap in enumerate(taps):
+            self.features[start:end, place * hidden : (place + 1) * hidden] = tap
+        if self.final_hidden is not None:
+            self.final_hidden[start:end] = last
+
 
 class PackMaker:
-    """Runs windows of packs through the target; `buckets` are the row lengths it may see."""
+    """Runs packs through the target, in the order they are added."""
 
-    def __init__(
-        self,
-        corpus: Documents,
-        schedule: Schedule,
-        target: Target,
-        device: torch.device,
-        config: Config,
-        buckets: Sequence[int],
-    ) -> None:
+    def __init__(self, corpus: Documents, schedule: Schedule, target: Target, config: Config) -> None:
+        """Read as `target.is_packed` says; the window is `pack.window_packs` for rows, one pack when packed."""
         self._corpus = corpus
         self._schedule = schedule
         self._target = target
-        self._device = device
         self._pack_tokens = config.pack.tokens
-        self._max_row_tokens = config.pack.max_row_tokens or config.pack.tokens
-        self._buckets = tuple(buckets)
         self._final_hidden = config.target.final_hidden
+        self._plan = RowPlan(config.pack.max_row_tokens or config.pack.tokens, config.pack.row_buckets)
+        self._packs: dict[int, Pack] = {}
+        self.window = 1 if target.is_packed else config.pack.window_packs
+        """Packs that are worth having under way at the same time."""
+        self.read_tokens = self.row_tokens = 0
 
-    def window(self, pack_ids: Sequence[int], stop: Callable[[], bool]) -> Iterator[Pack]:
-        """Yield the packs of `pack_ids`, each as soon as its last document has been gathered. Raises BadStates.
+    def __len__(self) -> int:
+        return len(self._packs)
 
-        `stop` is asked before each forward; packs that are not complete by then are given up.
-        """
-        packs = {pack_id: self._new_pack(pack_id) for pack_id in pack_ids}
-        owner = {(pack_id, number): pack for pack_id, pack in packs.items() for number in pack.documents}
-        keys = list(owner)
-        lengths = [len(self._corpus[number].ids) for _, number in keys]
-        for batch in row_batches(range(len(keys)), lengths, self._max_row_tokens, self._buckets):
-            if stop():
-                return
-            self._extract(batch, keys, owner)
-            for key in {keys[row][0] for row in batch.documents}:
-                if packs[key].missing == 0:
-                    yield packs.pop(key)
+    @property
+    def pack_ids(self) -> set[int]:
+        """Packs added and not yet handed on."""
+        return set(self._packs)
 
-    def _new_pack(self, pack_id: int) -> Pack:
-        documents = self._schedule.documents(pack_id)
-        return Pack(pack_id, self._schedule.epoch_of(pack_id), documents, self._corpus, self._pack_tokens)
+    @property
+    def room(self) -> int:
+        """How many packs the window still takes."""
+        return self.window - len(self._packs)
 
-    def _extract(self, batch: RowBatch, keys: list[tuple[int, int]], owner: dict[tuple[int, int], Pack]) -> None:
-        """Run one forward and gather each row's valid tokens into its pack."""
-        rows = torch.zeros(len(batch.documents), batch.row_tokens, dtype=torch.int64)
-        row_keys = [keys[row] for row in batch.documents]
-        for row, (_, number) in enumerate(row_keys):
-            ids = self._corpus[number].ids
-            rows[row, : len(ids)] = torch.from_numpy(np.array(ids, dtype=np.int64))
-        taps, last = self._target.forward(rows.to(self._device))
-        for row, key in enumerate(row_keys):
-            pack, start = owner[key], owner[key].starts[key[1]]
-            end = start + len(self._corpus[key[1]].ids)
-            self._allocate(pack, taps)
-            assert pack.features is not None
-            hidden = taps[0].shape[-1]
-            for place, tap in enumerate(taps):
-                states = tap[row, : end - start]
-                check_states(states, document=key[1], tap=place)
-                pack.features[start:end, place * hidden : (place + 1) * hidden] = states
-            if pack.final_hidden is not None:
-                pack.final_hidden[start:end] = last[row, : end - start]
+    @property
+    def padding(self) -> float:
+        """Share of the tokens read so far that were padding."""
+        return 1 - self.read_tokens / self.row_tokens if self.row_tokens else 0.0
+
+    def add(self, pack_ids: Iterable[int]) -> None:
+        """Put packs into the window."""
+        for pack_id in pack_ids:
+            epoch, documents = self._schedule.epoch_of(pack_id), self._schedule.documents(pack_id)
+            pack = Pack(pack_id, epoch, documents, self._corpus, self._pack_tokens)
+            self._packs[pack_id] = pack
+            if not self._target.is_packed:
+                self._plan.add(pack_id, list(zip(pack.documents, pack.lengths, strict=True)))
+
+    def advance(self) -> Iterator[Pack]:
+        """Run one forward and yield the packs that it completed; nothing to do without packs in the window."""
+        if not self._packs:
+            return
+        if self._target.is_packed:
+            yield self._read_packed(self._packs.pop(next(iter(self._packs))))
+            return
+        batch = self._plan.next_batch()
+        self._read_rows(batch)
+        for pack_id in dict.fromkeys(pack_id for pack_id, _ in batch.rows):
+            if self._packs[pack_id].missing == 0:
+                yield self._packs.pop(pack_id)
+
+    def _read_packed(self, pack: Pack) -> Pack:
+        """Read a whole pack at once; its unused end is one more document, whose states are thrown away."""
+        unused = self._pack_tokens - pack.num_tokens
+        ids = to_device(torch.from_numpy(pack.input_ids), self._target.device).long()
+        taps, last = self._target.forward_packed(ids, pack.lengths + ([unused] if unused else []))
+        used = slice(0, pack.num_tokens)
+        pack.gather((0, pack.num_tokens), [tap[0, used] for tap in taps], last[0, used], self._final_hidden)
+        pack.missing = 0
+        self._count(pack.num_tokens, self._pack_tokens)
+        return pack
+
+    def _read_rows(self, batch: RowBatch) -> None:
+        """Run one forward over rows and gather each row's valid tokens into its pack."""
+        rows = torch.zeros(len(batch.rows), batch.row_tokens, dtype=torch.int32)
+        spans = [self._packs[pack_id].spans[number] for pack_id, number in batch.rows]
+        for row, (number, (start, end)) in enumerate(zip((number for _, number in batch.rows), spans, strict=True)):
+            rows[row, : end - start] = torch.from_numpy(np.array(self._corpus[number].ids, dtype=np.int32))
+        taps, last = self._target.forward(to_device(rows, self._target.device).long())
+        for row, ((pack_id, _), span) in enumerate(zip(batch.rows, spans, strict=True)):
+            used = slice(0, span[1] - span[0])
+            pack = self._packs[pack_id]
+            pack.gather(span, [tap[row, used] for tap in taps], last[row, used], self._final_hidden)
             pack.missing -= 1
+        self._count(sum(end - start for start, end in spans), rows.numel())
 
-    def _allocate(self, pack: Pack, taps: list[Tensor]) -> None:
-        if pack.features is None:
-            hidden = taps[0].shape[-1]
-            pack.features = taps[0].new_zeros(self._pack_tokens, len(taps) * hidden)
-            if self._final_hidden:
-                pack.final_hidden = taps[0].new_zeros(self._pack_tokens, hidden)
-
-
-def check_states(states: Tensor, document: int, tap: int) -> None:
-    """Raise BadStates for a non-finite value or an all-zero row in one document's tap [n, H].
-
-    One reduction and one small host copy per document and tap: fine on a CPU; a GPU path must batch it.
-    """
-    largest = states.abs().amax(dim=-1)
-    if bool(torch.isfinite(largest).all()) and bool((largest > 0).all()):
-        return
-    bad = int((~torch.isfinite(largest)).sum())
-    zero = int((largest == 0).sum())
-    raise BadStates(
-        f"target states of document {document}, tap {tap}: expected finite, non-zero rows, got {bad} rows with "
-        f"NaN or Inf and {zero} all-zero rows of {len(states)}; the target or its attention backend is broken"
-    )
+    def _count(self, read_tokens: int, row_tokens: int) -> None:
+        self.read_tokens += read_tokens
+        self.row_tokens += row_tokens

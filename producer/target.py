@@ -1,8 +1,6 @@
-"""The frozen target: read its description, load it, and run its decoder trunk with taps.
+"""What the rest of the system needs to know of a target, read from its folder without its weights.
 
-Knows nothing of packs or rings. Taps are the raw residual stream at the OUTPUT of a decoder layer (design/dflash of
-z-lab's numbering: id n = output of layer n, 0-based), taken by forward hooks, never from a hidden_states tuple, whose
-last entry most models normalise. The head is never run here.
+producer/trunk.py loads and runs it.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from configs.schema import TargetConfig
+
+TRUNK_NAMES = ("", "model", "language_model", "model.language_model", "text_model", "model.text_model", "model.model")
 
 
 class TargetError(Exception):
@@ -155,61 +155,12 @@ def choose_mask_token(explicit: int | None, tokenizer: Any, rows: int) -> int:
     )
 
 
-class Target:
-    """A loaded trunk with hooks on its taps. Frozen, in evaluation mode."""
-
-    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...], keep_final: bool) -> None:
-        self.trunk = find_trunk(model)
-        self.layers: nn.ModuleList = self.trunk.layers  # type: ignore[assignment]
-        if not keep_final:  # nothing after the deepest tap is needed
-            del self.layers[max(target_layer_ids) + 1 :]
-        self._ids = target_layer_ids
-        self._taken: dict[int, Tensor] = {}
-        for number in target_layer_ids:
-            self.layers[number].register_forward_hook(self._hook(number))
-
-    @torch.inference_mode()
-    def forward(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Run right-padded rows [R, n] of token ids through the trunk.
-
-        Returns the taps in list order, each [R, n, H], and the last hidden state [R, n, H] after the final norm
-        (meaningful only if the trunk was kept whole). Padding stands right of each row's tokens, so plain causal
-        attention is exact without a mask, for softmax and for linear attention.
-        """
-        self._taken.clear()
-        output = self.trunk(input_ids=input_ids, use_cache=False)
-        if len(self._taken) != len(self._ids):
-            raise TargetError(f"taps: expected {len(self._ids)} captured, got {sorted(self._taken)}")
-        return [self._taken[number] for number in self._ids], output.last_hidden_state
-
-    def _hook(self, number: int) -> Any:
-        def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._taken[number] = output[0] if isinstance(output, tuple) else output
-
-        return take
-
-
-def load_target(description: TargetDescription, config: TargetConfig, device: torch.device) -> Target:
-    """Load the trunk of the target onto `device`; the head is not built."""
-    transformers.utils.logging.disable_progress_bar()  # logs are files
-    model = transformers.AutoModel.from_pretrained(
-        description.path, dtype=getattr(torch, description.dtype), attn_implementation=config.attention
-    )
-    model.to(device).eval().requires_grad_(False)
-    return Target(model, description.target_layer_ids, keep_final=config.final_hidden)
-
-
 def find_trunk(model: nn.Module) -> nn.Module:
-    """Find the text decoder: the module with `layers` and `embed_tokens`, behind any multimodal or head wrapper."""
-    for name in (
-        "",
-        "model",
-        "language_model",
-        "model.language_model",
-        "text_model",
-        "model.text_model",
-        "model.model",
-    ):
+    """Find the text decoder: the module with `layers` and `embed_tokens`, behind any multimodal or head wrapper.
+
+    Raises TargetError that lists the candidates.
+    """
+    for name in TRUNK_NAMES:
         try:
             module = model.get_submodule(name)
         except AttributeError:

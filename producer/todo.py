@@ -8,6 +8,7 @@ between the two reads is found in the journal.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 
 from configs.run_files import Trained, read_journals, read_trained
@@ -30,8 +31,11 @@ class Todo:
         """The drafter generation the queue was made for; -1 before any drafter has started."""
         return self._generation
 
-    def refresh(self) -> bool:
-        """Make the queue anew if a new generation began (one stat call otherwise). Returns whether it did."""
+    def refresh(self, under_way: Collection[int] = ()) -> bool:
+        """Make the queue anew if a new generation began (one stat call otherwise). Returns whether it did.
+
+        `under_way`: packs taken that will be in the ring in a moment; they are not queued again.
+        """
         try:
             status = (self._run_dir / "trained.json").stat()
         except FileNotFoundError:
@@ -43,7 +47,7 @@ class Todo:
         trained = read_trained(self._run_dir)
         if trained is None or trained.generation == self._generation:
             return False
-        self._rebuild(trained)
+        self._rebuild(trained, under_way)
         return True
 
     def take(self, limit: int) -> list[int]:
@@ -53,8 +57,8 @@ class Todo:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _rebuild(self, trained: Trained) -> None:
+    def _rebuild(self, trained: Trained, under_way: Collection[int]) -> None:
         in_ring = self._ring.pack_ids()
-        done = trained.packs | in_ring | read_journals(self._run_dir, trained.generation)
+        done = trained.packs | in_ring | frozenset(under_way) | read_journals(self._run_dir, trained.generation)
         self._queue = deque(pack_id for pack_id in self._share if pack_id not in done)
         self._generation = trained.generation

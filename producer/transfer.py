@@ -1,7 +1,7 @@
 """Move a finished pack into a slot: token fields by the host, features from the device straight into the slot.
 
-On a GPU the copy runs on a side stream into the page-locked slot and the pack is published from its event, so the
-next forward does not wait for it. On a CPU it is a plain copy.
+On a GPU the copy runs on a side stream into the page-locked slot; the pack is published once its event has passed and
+what the device found in its states has been judged. The next forward is queued before, and waits for none of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.pack import pack_checksum
 from producer.rows import Pack
+from producer.states import Findings, StateCheck
 from shm_ring import Writer, WriteSlot
 from shm_ring.tensors import slot_tensor
 
@@ -21,48 +22,63 @@ from shm_ring.tensors import slot_tensor
 class _Copy(NamedTuple):
     slot: WriteSlot
     pack: Pack
+    findings: Findings
     done: torch.cuda.Event | None
 
 
 class Transfer:
     """Copies packs into slots of one writer and publishes them in order."""
 
-    def __init__(self, writer: Writer, device: torch.device, target_layer_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, writer: Writer, device: torch.device, target_layer_ids: tuple[int, ...], check: StateCheck
+    ) -> None:
+        """`check` judges each pack before it is published."""
         self._writer = writer
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layer_ids = target_layer_ids
+        self._check = check
         self._under_way: deque[_Copy] = deque()
 
+    @property
+    def pack_ids(self) -> set[int]:
+        """Packs whose copy is under way."""
+        return {copy.pack.pack_id for copy in self._under_way}
+
     def start(self, slot: WriteSlot, pack: Pack) -> None:
-        """Begin copying `pack` into `slot`; it is published by a later `publish_finished`."""
+        """Begin to check `pack` and to copy it into `slot`; a later `publish` hands it on."""
+        findings = self._check.start(pack)
         slot.array("input_ids")[:] = pack.input_ids
         slot.array("loss_mask")[:] = pack.loss_mask
         slot.array("doc_start")[:] = pack.doc_start
-        done = None
-        for name, source in (("features", pack.features), ("final_hidden", pack.final_hidden)):
-            if source is not None:
-                done = self._copy(slot_tensor(slot, name), source)
-        self._under_way.append(_Copy(slot, pack, done))
+        sources = {"features": pack.features, "final_hidden": pack.final_hidden}
+        done = self._copy([(slot_tensor(slot, name), source) for name, source in sources.items() if source is not None])
+        self._under_way.append(_Copy(slot, pack, findings, done))
 
-    def publish_finished(self, wait: bool = False) -> int:
-        """Publish packs whose copy is complete, oldest first; `wait`: all of them. Returns how many."""
+    def publish(self, leave: int = 0) -> int:
+        """Publish the oldest packs until `leave` are under way, waiting for their copies; later ones if complete.
+
+        Returns how many were published. Raises BadStates; the pack it names is not published.
+        """
         published = 0
-        while self._under_way and (wait or self._is_done(self._under_way[0])):
+        while self._under_way and (len(self._under_way) > leave or self._is_done(self._under_way[0])):
             copy = self._under_way.popleft()
             if copy.done is not None:
                 copy.done.synchronize()
+            self._check.judge(copy.findings)
             self._publish(copy.slot, copy.pack)
             published += 1
         return published
 
-    def _copy(self, destination: Tensor, source: Tensor) -> torch.cuda.Event | None:
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         if self._stream is None:
-            destination.copy_(source)
+            for destination, source in pairs:
+                destination.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)
             done: torch.cuda.Event = self._stream.record_event()
             return done
 

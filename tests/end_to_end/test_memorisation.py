@@ -27,8 +27,9 @@ from evaluation.decode import decode
 from evaluation.proposers import DrafterProposer
 from evaluation.verifier import Verifier
 from producer.corpus.chat import tokenize_chat
-from producer.target import Target, TargetDescription, describe_target, load_target
+from producer.target import TargetDescription, describe_target
 from producer.target_source import find_target
+from producer.trunk import Target, load_model
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_DOCUMENTS, NUM_STEPS, NEW_TOKENS = 6, 160, 24
@@ -97,7 +98,8 @@ def test_a_handful_of_documents_is_learnt_by_heart_through_the_features(config: 
     plain = decode(verifier, Wrong(), prompts, NEW_TOKENS)
     assert plain.accept_len == 1.0
     texts = [prompt + new for prompt, new in zip(prompts, plain.tokens, strict=True)]
-    pack = pack_of(texts, prompts, load_target(description, config.target, torch.device("cpu")))
+    target = Target(load_model(description, config.target, torch.device("cpu")), description.target_layer_ids)
+    pack = pack_of(texts, prompts, target)
     drafter, head = learned(config, description, pack)
     # the last round of a text may reach past the learnt tokens, so decode a little less than was learnt
     limit = NEW_TOKENS - config.drafter.block_size

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.corpus.packing import choose_buckets, pack_documents, row_batches
+from producer.corpus.packing import pack_documents
 from producer.corpus.schedule import Schedule
 
 LENGTHS = st.lists(st.integers(1, 128), min_size=1, max_size=120)
@@ -23,16 +22,6 @@ def test_every_document_lands_in_exactly_one_pack_that_holds_it(lengths: list[in
 def test_a_document_longer_than_a_pack_is_an_error() -> None:
     with pytest.raises(ValueError, match="document 1 has 129 tokens"):
         pack_documents([5, 129], [0, 1], 128)
-
-
-@given(LENGTHS, st.integers(1, 6))
-def test_rows_hold_every_document_once_within_the_budget(lengths: list[int], num_buckets: int) -> None:
-    buckets = choose_buckets(lengths, num_buckets)
-    batches = row_batches(range(len(lengths)), lengths, 256, buckets)
-    assert sorted(number for batch in batches for number in batch.documents) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch.documents) * batch.row_tokens <= 256 or len(batch.documents) == 1
-        assert max(lengths[number] for number in batch.documents) <= batch.row_tokens
 
 
 @given(LENGTHS, st.integers(0, 3), st.integers(1, 3))
@@ -59,9 +48,3 @@ def test_another_seed_epoch_or_data_digest_shuffles_differently() -> None:
     two_epochs = Schedule(lengths, "a", 0, 2, 128)
     orders.append(two_epochs.documents(two_epochs.packs_per_epoch[0]))
     assert len(set(orders)) == len(orders)
-
-
-def test_packs_are_full_on_a_realistic_distribution_of_lengths() -> None:
-    generator = np.random.Generator(np.random.PCG64(0))
-    lengths = np.clip(generator.lognormal(np.log(600), 1.0, 4000).astype(int), 16, 8192).tolist()
-    assert Schedule(lengths, "digest", 0, 1, 8192).fill() >= 0.97

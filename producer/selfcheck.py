@@ -1,0 +1,143 @@
+"""Start-up check of a target on two short documents of random tokens, before the first pack is made.
+
+1. The taps that go into a pack are, bit for bit, what hooks of our own record in the same forward.
+2. Each document, read beside the other, equals itself read alone by the whole, uncompiled model.
+3. The head applied to the final hidden state gives the target's own argmax.
+Source of the claims: public reports of states of another document, of normed last layers and of heads left random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from producer.rows import Pack
+from producer.target import TargetError
+from producer.trunk import Target, to_device
+
+LENGTHS = (37, 22)
+TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 2e-2}
+"""Largest mean relative difference of a row between two orders of summation; seeing another document makes 0.1 to 1."""
+
+
+class _Documents:
+    """Two random documents, in the form of a corpus."""
+
+    def __init__(self, vocab_size: int) -> None:
+        generator = np.random.Generator(np.random.PCG64(7))
+        self.ids = [generator.integers(0, vocab_size, length).astype(np.int32) for length in LENGTHS]
+
+    def __getitem__(self, number: int) -> Any:
+        class Document:
+            ids = self.ids[number]
+            loss_mask = np.ones(len(ids), dtype=np.uint8)
+
+        return Document
+
+
+@torch.inference_mode()
+def alone(target: Target, ids: Sequence[int], attention: str) -> tuple[list[Tensor], Tensor]:
+    """Read one document by itself, in rows: its taps [n, H] in list order, and its final hidden state [n, H]."""
+    with target.in_rows(attention):
+        taps, last = target.forward(to_device(torch.tensor(ids, dtype=torch.int32), target.device).long()[None])
+    return [tap[0] for tap in taps], last[0]
+
+
+def check_target(
+    target: Target, reference: list[tuple[list[Tensor], Tensor]], dtype: str, attention: str, row_tokens: int
+) -> None:
+    """Check claims 1 and 2 for the way `target` reads now; `reference` are the documents alone (`read_alone`).
+
+    `row_tokens`: tokens of the row, or of each row, that is read. Raises TargetError that names document and tap.
+    """
+    corpus: Any = _Documents(int(target.trunk.config.vocab_size))
+    pack = Pack(0, 0, range(len(LENGTHS)), corpus, row_tokens if target.is_packed else sum(LENGTHS))
+    recorded: dict[int, Tensor] = {}
+    handles = [
+        target.layers[number].register_forward_hook(_recorder(recorded, number)) for number in target.target_layer_ids
+    ]
+    try:
+        _read(target, pack, row_tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert pack.features is not None
+    features = pack.features.unflatten(1, (len(target.target_layer_ids), -1))
+    for number, (start, end) in pack.spans.items():
+        for place, layer in enumerate(target.target_layer_ids):
+            where = f"document {number}, tap {place} (output of layer {layer})"
+            found = features[start:end, place]
+            record = recorded[layer][0, start:end] if target.is_packed else recorded[layer][number, : end - start]
+            if not torch.equal(found, record.to(found.device)):
+                raise TargetError(f"target self-check: {where}: the pack does not hold what the layer put out")
+            difference = row_difference(found, reference[number][0][place])
+            if not difference <= TOLERANCE[dtype]:
+                raise TargetError(
+                    f"target self-check: {where}: read beside another document it differs from itself alone by "
+                    f"{difference:.3g} of its size (at most {TOLERANCE[dtype]:g} in {dtype}); "
+                    f"target.attention {attention} or this target's layers mix documents"
+                )
+
+
+def read_alone(target: Target, attention: str) -> list[tuple[list[Tensor], Tensor]]:
+    """Read both documents alone; to be done before anything is compiled or cut."""
+    corpus = _Documents(int(target.trunk.config.vocab_size))
+    return [alone(target, ids.tolist(), attention) for ids in corpus.ids]
+
+
+@torch.inference_mode()
+def check_head(target: Target, model: nn.Module, reference: list[tuple[list[Tensor], Tensor]]) -> None:
+    """Check claim 3: `model` is the whole target. Raises TargetError. A bare trunk has no head to check."""
+    if target.head is None:
+        return
+    corpus = _Documents(int(target.trunk.config.vocab_size))
+    for number, ids in enumerate(corpus.ids):
+        row = to_device(torch.from_numpy(ids), target.device).long()[None]
+        own = model(input_ids=row, use_cache=False).logits[0].float()
+        greedy = target.head(reference[number][1]).argmax(-1).to(own.device)
+        short = own.amax(-1) - own.gather(1, greedy[:, None])[:, 0]
+        size = own.abs().amax(-1).clamp(min=1e-6)
+        if not bool((short <= 1e-2 * size).all()):
+            wrong = int((short > 1e-2 * size).sum())
+            raise TargetError(
+                f"target self-check: the head on the final hidden state gives another token than the target's own "
+                f"logits at {wrong} of {len(ids)} positions of document {number}; labels from it would be wrong"
+            )
+
+
+def row_difference(one: Tensor, other: Tensor) -> float:
+    """Mean over rows of |one - other| / |other|, each row [H] on its own."""
+    a, b = one.float(), other.to(one.device).float()
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)).mean())
+
+
+def _read(target: Target, pack: Pack, row_tokens: int) -> None:
+    """Read the pack's documents as the target is set to, and gather them."""
+    if target.is_packed:
+        ids = to_device(torch.from_numpy(pack.input_ids), target.device).long()
+        taps, last = target.forward_packed(ids, pack.lengths + _rest(row_tokens - pack.num_tokens))
+        used = slice(0, pack.num_tokens)
+        pack.gather((0, pack.num_tokens), [tap[0, used] for tap in taps], last[0, used], keep_final=False)
+        return
+    rows = torch.zeros(len(LENGTHS), row_tokens, dtype=torch.int64)
+    for number, (start, end) in pack.spans.items():
+        rows[number, : end - start] = torch.from_numpy(pack.input_ids[start:end])
+    taps, last = target.forward(rows.to(target.device))
+    for number, (start, end) in pack.spans.items():
+        used = slice(0, end - start)
+        pack.gather((start, end), [tap[number, used] for tap in taps], last[number, used], keep_final=False)
+
+
+def _rest(tokens: int) -> list[int]:
+    return [tokens] if tokens else []
+
+
+def _recorder(recorded: dict[int, Tensor], number: int) -> Any:
+    def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        recorded[number] = (output[0] if isinstance(output, tuple) else output).clone()
+
+    return record

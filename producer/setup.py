@@ -1,0 +1,93 @@
+"""From a target's folder to a target that is checked, cut after its deepest tap, and as fast as it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from configs.schema import Config
+from ops.telemetry import Log
+from producer import selfcheck
+from producer.packed import CannotPack
+from producer.row_plan import row_length
+from producer.target import TargetDescription, TargetError
+from producer.trunk import Target, load_model
+
+Load = Callable[[], nn.Module]
+WARM_UP_TOKENS = 512
+
+
+def make_target(
+    description: TargetDescription, config: Config, device: torch.device, log: Log, load: Load | None = None
+) -> Target:
+    """Load, check and prepare the target. `load`: returns the whole model; None loads `description.path`.
+
+    Raises TargetError where the check fails. Reading packed and compiling are tried first, checked, and given up with
+    one line where they do not work.
+    """
+    model = load() if load else load_model(description, config.target, device)
+    target = Target(model, description.target_layer_ids)
+    attention = config.target.attention
+    reference = selfcheck.read_alone(target, attention)
+    selfcheck.check_head(target, model, reference)
+    del model
+
+    def check() -> None:
+        selfcheck.check_target(target, reference, description.dtype, attention, _shape(target, config))
+
+    why = _choose_layout(target, config, check)
+    if not config.target.final_hidden:
+        target.cut()
+    compiled = _compile(target, config, check, log) if config.target.compile and device.type == "cuda" else False
+    log(
+        "model loaded",
+        model=description.name,
+        device=device,
+        taps=description.target_layer_ids,
+        layers_run=len(target.layers),
+        reads="packed" if target.is_packed else f"rows ({why})",
+        compiled=compiled,
+        check="passed",
+    )
+    return target
+
+
+def _shape(target: Target, config: Config) -> int:
+    """Tokens of the row that the check reads: the shape that will be used, so that it is compiled once."""
+    least = sum(selfcheck.LENGTHS)
+    return max(config.pack.tokens, least) if target.is_packed else row_length(max(selfcheck.LENGTHS), 1)
+
+
+def _choose_layout(target: Target, config: Config, check: Callable[[], None]) -> str:
+    """Read packed if asked or possible, else in rows; returns why rows. Raises TargetError if neither passes."""
+    if config.target.layout == "rows":
+        check()
+        return "target.layout"
+    try:
+        target.use_packed()
+        check()
+        return ""
+    except (CannotPack, TargetError) as no:
+        if config.target.layout == "packed":
+            raise TargetError(f"target.layout: packed is not possible ({no}); use auto or rows") from None
+        target.use_rows(config.target.attention)
+        check()
+        return str(no)
+
+
+def _compile(target: Target, config: Config, check: Callable[[], None], log: Log) -> bool:
+    """Compile the layers, for one row too where rows are read; a failure leaves the eager ones in place."""
+    try:
+        target.compile()
+        check()
+        if not target.is_packed:
+            one_row = torch.zeros(1, min(WARM_UP_TOKENS, config.pack.tokens), dtype=torch.int64)
+            target.forward(one_row.to(target.device))
+    except Exception as error:  # any failure of the compiler, whatever its type, has the same remedy
+        target.uncompile()
+        reason = (str(error) or repr(error)).splitlines()[0]
+        log("not compiled", detail=f"going on without target.compile (slower, same states): {reason}")
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""The loaded target: its decoder trunk with hooks on the taps, cut after the deepest one, compiled layer by layer.
+
+Knows nothing of packs or rings. Taps are the raw residual stream at the OUTPUT of a decoder layer (z-lab's numbering:
+id n = output of layer n, 0-based), taken by forward hooks, never from a hidden_states tuple, whose last entry most
+models normalise. The head is not run for features; it is kept only where final_hidden is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from configs.schema import TargetConfig
+from producer import packed
+from producer.target import TargetDescription, TargetError, find_trunk
+
+
+class Target:
+    """A frozen trunk with hooks on its taps, read in rows or packed. In evaluation mode."""
+
+    def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], keep_final: bool = True) -> None:
+        """Take the trunk out of `model`; without `keep_final`, whatever follows the deepest tap is cut off."""
+        self.trunk: Any = find_trunk(model)
+        self.head = output_head(model)
+        self.layers = cast(nn.ModuleList, self.trunk.layers)
+        self.target_layer_ids = tuple(target_layer_ids)
+        self.is_packed = False
+        self._taken: dict[int, Tensor] = {}
+        for number in self.target_layer_ids:
+            self.layers[number].register_forward_hook(self._hook(number))
+        if not keep_final:
+            self.cut()
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go; with several GPUs, where the embedding is."""
+        weight: Tensor = self.trunk.embed_tokens.weight
+        return weight.device
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return int(self.trunk.config.hidden_size)
+
+    def cut(self) -> None:
+        """Free the layers after the deepest tap, the final norm and the head: nothing needs them for features."""
+        del self.layers[max(self.target_layer_ids) + 1 :]
+        if hasattr(self.trunk, "norm"):
+            self.trunk.norm = nn.Identity()
+        self.head = None
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Run right-padded rows [R, n] of token ids through the trunk.
+
+        Returns the taps in list order, each [R, n, H], and the last hidden state [R, n, H] after the final norm
+        (meaningful only if nothing was cut). Padding stands right of each row's tokens, so plain causal attention is
+        exact without a mask, for softmax and for linear attention.
+        """
+        return self._run(input_ids)
+
+    @torch.inference_mode()
+    def forward_packed(self, input_ids: Tensor, lengths: list[int]) -> tuple[list[Tensor], Tensor]:
+        """Run documents of `lengths` tokens laid end to end, [T], through the trunk; returns as `forward`, [1, T, H].
+
+        Needs `is_packed` (see use_packed).
+        """
+        packed.BOUNDS.set(lengths, self.device)
+        positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+        return self._run(input_ids[None], position_ids=to_device(positions, self.device).long()[None])
+
+    def _run(self, input_ids: Tensor, **more: Any) -> tuple[list[Tensor], Tensor]:
+        self._taken.clear()
+        output = self.trunk(input_ids=input_ids, use_cache=False, **more)
+        if len(self._taken) != len(self.target_layer_ids):
+            raise TargetError(f"taps: expected {len(self.target_layer_ids)} captured, got {sorted(self._taken)}")
+        taps = [self._taken[number] for number in self.target_layer_ids]
+        self._taken.clear()
+        return taps, output.last_hidden_state
+
+    def _hook(self, number: int) -> Any:
+        def take(_module: nn.Module, _inputs: Any, output: Any) -> None:  # returning a value would replace the output
+            self._taken[number] = output[0] if isinstance(output, tuple) else output
+
+        return take
+
+    def use_packed(self) -> None:
+        """Attend by document from now on. Raises CannotPack where the target's layers do not allow it."""
+        packed.use(self.trunk.config)
+        self.is_packed = True
+
+    def use_rows(self, attention: str) -> None:
+        """Attend as transformers does, with its implementation `attention`."""
+        self.trunk.config._attn_implementation = attention
+        self.is_packed = False
+
+    @contextmanager
+    def in_rows(self, attention: str) -> Iterator[None]:
+        """Read in rows for a moment."""
+        was = self.is_packed
+        self.use_rows(attention)
+        try:
+            yield
+        finally:
+            if was:
+                self.use_packed()
+
+    def compile(self, **options: Any) -> None:
+        """Compile each layer's forward on its own (regional: seconds, since equal layers share what was compiled).
+
+        The hooks stay outside. A recurrent part of a layer (`linear_attn`) brings its own kernels and stays as it is.
+        """
+        # rows come in many shapes, a pack in one
+        torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+        for layer in self.layers:
+            recurrent = getattr(layer, "linear_attn", None)
+            if recurrent is not None:
+                recurrent.forward = torch.compiler.disable(recurrent.forward)
+            layer.forward = torch.compile(layer.forward, dynamic=not self.is_packed, **options)
+
+    def uncompile(self) -> None:
+        """Undo `compile`."""
+        for layer in self.layers:
+            for module in (layer, getattr(layer, "linear_attn", None)):
+                if module is not None:
+                    module.__dict__.pop("forward", None)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy host values to `device`; page-locked on the way to a GPU, so that nobody waits."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def load_model(description: TargetDescription, config: TargetConfig, device: torch.device) -> nn.Module:
+    """Load the whole target, head included, onto `device`, or over all visible GPUs if there are several.
+
+    What transformers can load it loads here: sharded or not, quantised by its own configuration, behind a wrapper.
+    """
+    transformers.utils.logging.disable_progress_bar()  # logs are files
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    model: nn.Module = model_class(description).from_pretrained(
+        description.path,
+        dtype=getattr(torch, description.dtype),
+        attn_implementation=config.attention,
+        device_map="auto" if several else {"": device},
+    )
+    return model.eval().requires_grad_(False)
+
+
+def model_class(description: TargetDescription) -> Any:
+    """The transformers class named by the checkpoint, else the one for causal language models."""
+    return getattr(transformers, description.architecture, transformers.AutoModelForCausalLM)
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The model's head [V, H], None for a bare trunk."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if find is not None else None
