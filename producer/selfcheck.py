@@ -40,16 +40,14 @@ class _Documents:
 
 
 @torch.inference_mode()
-def alone(target: Target, ids: Sequence[int], attention: str) -> tuple[list[Tensor], Tensor]:
+def alone(target: Target, ids: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     """Read one document by itself, in rows: its taps [n, H] in list order, and its final hidden state [n, H]."""
-    with target.in_rows(attention):
+    with target.in_rows():
         taps, last = target.forward(to_device(torch.tensor(ids, dtype=torch.int32), target.device).long()[None])
     return [tap[0] for tap in taps], last[0]
 
 
-def check_target(
-    target: Target, reference: list[tuple[list[Tensor], Tensor]], dtype: str, attention: str, row_tokens: int
-) -> None:
+def check_target(target: Target, reference: list[tuple[list[Tensor], Tensor]], dtype: str, row_tokens: int) -> None:
     """Check claims 1 and 2 for the way `target` reads now; `reference` are the documents alone (`read_alone`).
 
     `row_tokens`: tokens of the row, or of each row, that is read. Raises TargetError that names document and tap.
@@ -79,14 +77,14 @@ def check_target(
                 raise TargetError(
                     f"target self-check: {where}: read beside another document it differs from itself alone by "
                     f"{difference:.3g} of its size (at most {TOLERANCE[dtype]:g} in {dtype}); "
-                    f"target.attention {attention} or this target's layers mix documents"
+                    "target.attention or this target's layers mix documents"
                 )
 
 
-def read_alone(target: Target, attention: str) -> list[tuple[list[Tensor], Tensor]]:
+def read_alone(target: Target) -> list[tuple[list[Tensor], Tensor]]:
     """Read both documents alone; to be done before anything is compiled or cut."""
     corpus = _Documents(int(target.trunk.config.vocab_size))
-    return [alone(target, ids.tolist(), attention) for ids in corpus.ids]
+    return [alone(target, ids.tolist()) for ids in corpus.ids]
 
 
 @torch.inference_mode()

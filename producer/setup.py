@@ -29,13 +29,12 @@ def make_target(
     """
     model = load() if load else load_model(description, config.target, device)
     target = Target(model, description.target_layer_ids)
-    attention = config.target.attention
-    reference = selfcheck.read_alone(target, attention)
+    reference = selfcheck.read_alone(target)
     selfcheck.check_head(target, model, reference)
     del model
 
     def check() -> None:
-        selfcheck.check_target(target, reference, description.dtype, attention, _shape(target, config))
+        selfcheck.check_target(target, reference, description.dtype, _shape(target, config))
 
     why = _choose_layout(target, config, check)
     if not config.target.final_hidden:
@@ -72,7 +71,7 @@ def _choose_layout(target: Target, config: Config, check: Callable[[], None]) ->
     except (CannotPack, TargetError) as no:
         if config.target.layout == "packed":
             raise TargetError(f"target.layout: packed is not possible ({no}); use auto or rows") from None
-        target.use_rows(config.target.attention)
+        target.use_rows()
         check()
         return str(no)
 

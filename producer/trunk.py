@@ -30,6 +30,7 @@ class Target:
         self.layers = cast(nn.ModuleList, self.trunk.layers)
         self.target_layer_ids = tuple(target_layer_ids)
         self.is_packed = False
+        self._row_attention = self.trunk.config._attn_implementation
         self._taken: dict[int, Tensor] = {}
         for number in self.target_layer_ids:
             self.layers[number].register_forward_hook(self._hook(number))
@@ -94,16 +95,16 @@ class Target:
         packed.use(self.trunk.config)
         self.is_packed = True
 
-    def use_rows(self, attention: str) -> None:
-        """Attend as transformers does, with its implementation `attention`."""
-        self.trunk.config._attn_implementation = attention
+    def use_rows(self) -> None:
+        """Attend as transformers does, with the implementation that the model was loaded with."""
+        self.trunk.config._attn_implementation = self._row_attention
         self.is_packed = False
 
     @contextmanager
-    def in_rows(self, attention: str) -> Iterator[None]:
+    def in_rows(self) -> Iterator[None]:
         """Read in rows for a moment."""
         was = self.is_packed
-        self.use_rows(attention)
+        self.use_rows()
         try:
             yield
         finally:
@@ -146,7 +147,7 @@ def load_model(description: TargetDescription, config: TargetConfig, device: tor
     model: nn.Module = model_class(description).from_pretrained(
         description.path,
         dtype=getattr(torch, description.dtype),
-        attn_implementation=config.attention,
+        attn_implementation=None if config.attention == "auto" else config.attention,
         device_map="auto" if several else {"": device},
     )
     return model.eval().requires_grad_(False)
