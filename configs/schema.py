@@ -69,8 +69,8 @@ class TargetConfig(Section):
     """CPU threads of each producer. None: the cores shared out between all processes of the run."""
     compile: Bool = True
     """Compile each decoder layer (regional torch.compile); GPU only."""
-    attention: Text = "sdpa"
-    """Attention implementation passed to transformers, for reading in rows."""
+    attention: Text = "auto"
+    """Attention implementation of transformers, for reading in rows. auto: SDPA where the model has it."""
     layout: Literal["auto", "packed", "rows"] = "auto"
     """How documents are read. packed: whole packs, attention cut by document, no padding; rows: right-padded rows of
     near-equal length, exact for every target. auto: packed where the target allows it and the start-up check passes."""
@@ -86,11 +86,40 @@ class SourceConfig(Section):
     """One source of documents."""
 
     path: Text
-    """A .jsonl or .txt file or a folder of them, or "package:NAME/FILE" inside an installed package."""
+    """A .jsonl, .parquet or .txt file or a folder of them, "package:NAME/FILE" inside an installed package, or
+    "dataset:NAME", read by the package datasets: a hub id, a folder of data files, or a folder that it has saved."""
     kind: Literal["auto", "chat", "text"] = "auto"
     """chat: rows with messages, conversations or prompt/response; text: raw text or rows with `text`."""
-    weight: Float = Field(1.0, ge=0)
-    """Relative share of this source; 1 takes every document once an epoch. Not read yet: every source counts 1."""
+    weight: Float = Field(1.0, gt=0, le=1000)
+    """Mixture: 1 takes every document of this source once an epoch, 2 twice, 0.25 another quarter each epoch."""
+    name: Text | None = None
+    """Name in the data report. None: the path."""
+    split: Text = "train"
+    """Split of a "dataset:" source, as the package datasets takes it."""
+    subset: Text | None = None
+    """Subset (configuration) of a "dataset:" source."""
+    revision: Text | None = None
+    """Branch, tag or commit of a "dataset:" source on the hub."""
+
+
+class RegenerateConfig(Section):
+    """Rewriting the answers with the target itself, which is what a drafter should learn."""
+
+    enabled: Bool = False
+    """Train on the sources' prompts with answers written by the target (`prepare --regenerate` sets this)."""
+    server: Text | None = None
+    """Address of an OpenAI-compatible server of the target (vLLM, SGLang), such as http://localhost:8000/v1.
+    None: transformers writes them, on target.devices' first device."""
+    server_model: Text | None = None
+    """The target's name on that server. None: target.model."""
+    max_new_tokens: Int = Field(2048, ge=1)
+    """Longest answer; one that is cut there keeps no supervised end of turn."""
+    temperature: Float = Field(0.0, ge=0, le=2)
+    """0: greedy."""
+    batch_size: Int = Field(64, ge=1)
+    """Conversations answered together: rows of a batch in transformers, requests under way at a server."""
+    timeout_s: Float = Field(600.0, gt=0)
+    """Longest wait for one answer of a server."""
 
 
 class DataConfig(Section):
@@ -100,16 +129,28 @@ class DataConfig(Section):
     """Sources, read in this order."""
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict)
     """Passed to the tokenizer's chat template (for example enable_thinking); recorded in checkpoint and export."""
+    end_of_turn: Bool = True
+    """Supervise the end-of-turn token of an answer, also where the template's generation markers leave it out."""
+    empty_reasoning: Bool = False
+    """Supervise an empty reasoning block that the template puts before an answer without one."""
     max_document_tokens: Int | None = Field(None, ge=8)
     """Longest document, in tokens. None: the pack size."""
     long_documents: Literal["truncate", "split", "skip"] = "truncate"
     """What becomes of a longer one: cut at the right, cut into several documents, or skipped and counted."""
     bad_rows: Literal["skip", "fail"] = "skip"
     """Rows that cannot be used: skipped and counted by reason with file:line, or the run stops at the first."""
+    deduplicate: Bool = False
+    """Train on one of several documents with the same tokens; the report counts them either way."""
     heldout_documents: Int = Field(0, ge=0)
     """Documents never trained on, chosen by digest; their prompts measure the held-out accepted length."""
     max_documents: Int | None = Field(None, ge=1)
     """Read at most this many documents; for short trials."""
+    workers: Int | None = Field(None, ge=1)
+    """Processes that tokenise. None: one per core; a small corpus is tokenised by one in any case."""
+    cache_folder: Text | None = None
+    """Where tokenised data is kept for later runs; may be deleted at any time between runs. None: run.folder/.data"""
+    regenerate: RegenerateConfig = RegenerateConfig()
+    """Answers rewritten by the target before training."""
 
 
 class PackConfig(Section):
@@ -118,8 +159,8 @@ class PackConfig(Section):
     tokens: Int = Field(8192, ge=32)
     """T: tokens of a pack, padding included."""
     window_packs: Int = Field(16, ge=1, le=256)
-    """Read in rows: packs under way at the same time, whose documents are sorted by length together, so that rows of one
-    forward are near-equal. Their features stay on the target's GPU until they are complete."""
+    """Read in rows: packs under way at the same time, whose documents are sorted by length together, so that rows of
+    one forward are near-equal. Their features stay on the target's GPU until they are complete."""
     row_buckets: Int = Field(8, ge=1, le=64)
     """Read in rows: row lengths between each power of two and the next; fewer means fewer shapes, more means less
     padding."""

@@ -6,6 +6,7 @@ because a drafter that restarts from a checkpoint may need packs again.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 
 from configs.run_files import read_plan
 from configs.schema import Config
+from configs.targets import targets_of
 from ops.control import Control
 from ops.telemetry import Log, Metrics
 from producer.corpus.documents import Documents
-from producer.corpus.schedule import Schedule
+from producer.corpus.schedule import schedule_of
 from producer.meter import Meter
 from producer.rows import PackMaker
 from producer.setup import Load, make_target
@@ -41,15 +43,13 @@ def run(
     plan = read_plan(run_dir)
     description = TargetDescription.from_dict(plan["target"])
     corpus = Documents(run_dir / "data")
-    schedule = Schedule(
-        corpus.lengths, plan["data_digest"], config.run.seed, config.training.epochs, config.pack.tokens
-    )
+    schedule = schedule_of(corpus, plan["data_digest"], config, plan["packs_per_epoch"])
     ring = Ring.open(ring_name(config.run.name, rank), spec=SlotSpec.from_json(plan["slot_spec"]))
     board = Board.open(config.run.name)
     target = make_target(description, config, device, log, load)
     maker = PackMaker(corpus, schedule, target, config)
     check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)
-    todo = Todo(run_dir, ring, schedule.num_packs, rank, len(config.target.devices))
+    todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)
     with ring.writer(board) as writer, _page_locked(ring, config, device):
         transfer = Transfer(writer, target.device, description.target_layer_ids, check)
         meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer, config.target.min_agreement, log)

@@ -7,6 +7,7 @@ Exit codes: 0 done, 2 configuration, 3 data, 5 resources.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -20,13 +21,20 @@ from configs.pack import pack_fields
 from configs.run_files import plan_path, write_atomically
 from configs.schema import Config
 from ops.telemetry import Log
-from producer.corpus.documents import DataError, DataReport, Documents, build_documents
-from producer.corpus.packing import choose_buckets
-from producer.corpus.schedule import Schedule
+from producer.corpus.cache import fail_on_skipped, tokenized
+from producer.corpus.chat import END_OF_TURN_OUTSIDE, has_markers
+from producer.corpus.documents import DataError, Documents
+from producer.corpus.report import DataReport
+from producer.corpus.schedule import schedule_of
+from producer.corpus.selection import select
 from producer.corpus.sources import SourceError
+from producer.corpus.tokenizing import TokenizingFailed
 from producer.target import TargetDescription, TargetError, describe_target
 from producer.target_source import TargetNotFound, find_target
 from shm_ring import Field, SlotSpec
+
+CACHE_FOLDER = ".data"
+"""Beside the run folders, where data.cache_folder is not set."""
 
 
 def main() -> int:
@@ -38,7 +46,7 @@ def main() -> int:
     log = Log("prepare", 0)
     try:
         prepare(arguments.run_dir, load_config(arguments.run_dir / "config.yaml"), log, arguments.on_gpu)
-    except (ConfigError, TargetNotFound, TargetError, DataError, SourceError) as error:
+    except (ConfigError, TargetNotFound, TargetError, DataError, SourceError, TokenizingFailed) as error:
         print(str(error), file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -52,13 +60,11 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
-    log("data", sources=len(config.data.sources))
-    report = build_documents(config.data, tokenizer, config.pack.tokens, run_dir / "data")
+    report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log)
     documents = Documents(run_dir / "data")
-    _check_tokens(documents, target)
-    digest = documents.digest
-    schedule = Schedule(documents.lengths, digest, config.run.seed, config.training.epochs, config.pack.tokens)
-    _report(log, report, schedule)
+    check_tokens(documents, target, tokenizer)
+    schedule = schedule_of(documents, digest, config)
+    _report(log, report, schedule.num_packs, schedule.fill())
     plan = {
         "target": target.as_dict(),
         "target_origin": folder.origin,
@@ -69,11 +75,52 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
         "num_packs": schedule.num_packs,
         "packs_per_epoch": schedule.packs_per_epoch,
         "pack_fill": round(schedule.fill(), 4),
-        "row_buckets": choose_buckets(documents.lengths, config.pack.row_buckets),
         "draft_vocab": draft_vocabulary(documents, target, config.drafter.draft_vocab_size),
     }
     write_atomically(plan_path(run_dir), json.dumps(plan, indent=1))
     return plan
+
+
+def prepare_data(run_dir: Path, config: Config, tokenizer: Any, folder: Path, log: Log) -> tuple[DataReport, str]:
+    """Tokenise the sources, or find them tokenised, and choose what is trained on; returns report and data digest.
+
+    Raises DataError, SourceError, TokenizingFailed.
+    """
+    data, pack_tokens = config.data, config.pack.tokens
+    limit = min(data.max_document_tokens or pack_tokens, pack_tokens)
+    cache = Path(data.cache_folder) if data.cache_folder else run_dir.parent / CACHE_FOLDER
+    corpus = tokenized(
+        data, tokenizer, str(folder), limit, cache, run_dir / "data", lambda line: log("data", detail=line), _progress
+    )
+    report, digest = select(data, corpus, run_dir / "data", tokenizer)
+    if data.bad_rows == "fail":
+        fail_on_skipped(report)
+    template = str(tokenizer.chat_template or "")
+    report.template = {
+        "sha256": hashlib.sha256(template.encode()).hexdigest(),
+        "kwargs": data.chat_template_kwargs,
+        "spans": "generation markers" if has_markers(template) else "prefix renders",
+    }
+    report.warnings = _warnings(report, data.end_of_turn)
+    return report, digest
+
+
+def _progress(text: str) -> None:
+    """Show a passing state: the launcher shows a part that ends in a carriage return in place, and does not log it."""
+    sys.stdout.write(f"{text}\r")
+    sys.stdout.flush()
+
+
+def _warnings(report: DataReport, end_of_turn: bool) -> list[str]:
+    warnings = []
+    outside = report.notes.get(END_OF_TURN_OUTSIDE, 0)
+    if outside:
+        done = "they are supervised all the same" if end_of_turn else "left out, so the drafter never learns to end"
+        other = "data.end_of_turn: false leaves them out" if end_of_turn else "data.end_of_turn: true includes them"
+        warnings.append(
+            f"the template's generation markers leave out the end of turn of {outside} answers; {done} ({other})"
+        )
+    return warnings
 
 
 def slot_spec(config: Config, target: TargetDescription, data_digest: str) -> SlotSpec:
@@ -102,37 +149,44 @@ def draft_vocabulary(documents: Documents, target: TargetDescription, size: int 
     return sorted(int(token) for token in chosen)
 
 
-def _check_tokens(documents: Documents, target: TargetDescription) -> None:
-    """Refuse token ids without an embedding row, and data that uses the mask token."""
-    largest = max(int(documents[number].ids.max()) for number in range(len(documents)))
-    if largest >= target.vocab_size:
+def check_tokens(documents: Documents, target: TargetDescription, tokenizer: Any) -> None:
+    """Refuse token ids without an embedding row, and data that uses the mask token. Raises DataError.
+
+    More embedding rows than tokens are normal (padded).
+    """
+    used = documents.used_ids()
+    if used[-1] >= target.vocab_size:
+        token = tokenizer.convert_ids_to_tokens(int(used[-1]))
         raise DataError(
-            f"data: token id {largest} has no row in the target's embedding ({target.vocab_size} rows); "
+            f"data: token id {used[-1]} ({token!r}) has no row in the target's embedding ({target.vocab_size} rows); "
             "the tokenizer does not belong to this target"
         )
-    if any(bool((documents[number].ids == target.mask_token_id).any()) for number in range(len(documents))):
+    if target.mask_token_id in used:
         raise DataError(
             f"target.mask_token_id: {target.mask_token_id} occurs in the data; choose a row that the data never uses"
         )
 
 
-def _report(log: Log, report: DataReport, schedule: Schedule) -> None:
-    share = report.supervised_tokens / report.tokens
+def _report(log: Log, report: DataReport, num_packs: int, fill: float) -> None:
+    """Log the numbers; the launcher draws the whole report."""
     log(
         "data",
         rows=report.rows,
         used=report.used,
         heldout=report.heldout,
+        skipped=sum(report.skipped.values()),
         documents=report.documents,
         tokens=report.tokens,
-        supervised_pct=round(100 * share, 1),
+        supervised_pct=round(100 * report.supervised_tokens / report.tokens, 1),
         duplicates=report.duplicates,
         truncated=report.truncated,
-        packs=schedule.num_packs,
-        fill_pct=round(100 * schedule.fill(), 1),
+        packs=num_packs,
+        fill_pct=round(100 * fill, 1),
     )
     for reason, count in report.skipped.items():
         log("skipped", reason=reason, count=count, first=report.first_place[reason])
+    for warning in report.warnings:
+        log("warning", detail=warning)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,10 @@
-"""The tokenised corpus on disk: three memory-mapped arrays, and the report of how it came about.
-
-    ids.npy      int32 [sum n]    all documents end to end
-    mask.npy     uint8 [sum n]    1 = supervised
-    offsets.npy  int64 [D + 1]    document d is [offsets[d], offsets[d + 1])
-    heldout.jsonl                 prompts of documents that are never trained on
-
-Knows the policies for bad and long rows. Conservation: rows read = used + held out + skipped, by reason.
-"""
+"""The documents that a run trains on: memory-mapped, numbered from 0, and where each came from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import DataConfig
-from producer.corpus.chat import BadRow, Document, messages_of, tokenize_chat, tokenize_text
-from producer.corpus.sources import Row, read_rows
+from producer.corpus.chat import Document
+from producer.corpus.store import read_view
 
 
 class DataError(Exception):
@@ -32,161 +22,67 @@ class DataError(Exception):
     exit_code = 3
 
 
-@dataclass
-class DataReport:
-    """Counts of what was read, used and skipped; `skipped` is by reason, with the first place of each."""
-
-    rows: int = 0
-    used: int = 0
-    heldout: int = 0
-    documents: int = 0
-    truncated: int = 0
-    split: int = 0
-    duplicates: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    first_place: dict[str, str] = field(default_factory=dict)
-
-    def skip(self, reason: str, place: str) -> None:
-        """Count one skipped row."""
-        self.skipped[reason] += 1
-        self.first_place.setdefault(reason, place)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain JSON data."""
-        plain = {key: value for key, value in self.__dict__.items() if isinstance(value, int)}
-        return {**plain, "skipped": dict(self.skipped), "first_place": self.first_place}
-
-
 class Documents:
-    """The tokenised corpus, memory-mapped read-only."""
+    """A run's documents, read-only. Held-out ones and dropped duplicates are not among them."""
 
     def __init__(self, folder: Path) -> None:
-        self._ids = np.load(folder / "ids.npy", mmap_mode="r")
-        self._mask = np.load(folder / "mask.npy", mmap_mode="r")
-        self._offsets = np.load(folder / "offsets.npy")
+        """Open the data folder of a run. Raises FileNotFoundError if the tokenised data are gone."""
+        self._corpus, self._kept = read_view(folder)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._kept)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each document."""
-        return [int(length) for length in np.diff(self._offsets)]
-
-    def __getitem__(self, number: int) -> Document:
-        place = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
-        return Document(np.asarray(self._ids[place]), np.asarray(self._mask[place]))
+        return self.length_array.tolist()  # type: ignore[no-any-return]
 
     @property
-    def digest(self) -> str:
-        """SHA-256 over ids, masks and document bounds: the identity of the data."""
-        digest = hashlib.sha256()
-        for array in (self._ids, self._mask, self._offsets):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+    def length_array(self) -> NDArray[np.int64]:
+        """Tokens of each document, [D]."""
+        return np.diff(self._corpus.offsets)[self._kept]
+
+    def __getitem__(self, number: int) -> Document:
+        place = self._corpus.place(int(self._kept[number]))
+        return Document(np.asarray(self._corpus.ids[place]), np.asarray(self._corpus.mask[place]))
+
+    def sources(self) -> NDArray[np.uint16]:
+        """Source of each document, [D]."""
+        per_row = self._corpus.sources()
+        return np.repeat(per_row, np.diff(self._corpus.rows()))[self._kept]
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """How often each token id is supervised, [vocab_size]."""
-        supervised = self._ids[np.asarray(self._mask) == 1]
-        return np.bincount(supervised, minlength=vocab_size)
+        """How often each token id is supervised, [vocab_size]; documents that are not trained on do not count."""
+        corpus = self._corpus
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        supervised = corpus.counts()[1]
+        counts[: len(supervised)] = supervised
+        left_out = np.setdiff1d(np.arange(len(corpus.offsets) - 1), self._kept, assume_unique=True)
+        for document in left_out.tolist():
+            place = corpus.place(document)
+            counts -= np.bincount(corpus.ids[place][corpus.mask[place] == 1], minlength=vocab_size)
+        return counts
+
+    def used_ids(self) -> NDArray[np.int64]:
+        """Token ids that occur anywhere in the corpus, ascending; held-out documents included."""
+        return np.flatnonzero(self._corpus.counts()[0])
 
 
-def build_documents(config: DataConfig, tokenizer: Any, pack_tokens: int, folder: Path) -> DataReport:
-    """Read, tokenise, split and write the corpus into `folder`. Raises DataError if nothing usable is left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    report = DataReport()
-    limit = min(config.max_document_tokens or pack_tokens, pack_tokens)
-    rows = list(_usable(config, tokenizer, limit, report))
-    heldout = _choose_heldout([document for document, _ in rows], config.heldout_documents)
-    kept: list[Document] = []
-    for number, (_, parts) in enumerate(rows):
-        if number not in heldout:
-            kept.extend(parts)
-            report.used += 1
-    report.heldout = len(heldout)
-    if not kept:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in report.skipped.items()) or "the sources are empty"
-        raise DataError(f"data: no usable document left of {report.rows} rows ({reasons})")
-    report.documents = len(kept)
-    report.tokens = sum(len(document.ids) for document in kept)
-    report.supervised_tokens = sum(int(document.loss_mask.sum()) for document in kept)
-    report.duplicates = len(kept) - len({document.ids.tobytes() for document in kept})
-    _write(folder, kept)
-    _write_heldout(folder, [rows[number][0] for number in sorted(heldout)], tokenizer)
-    return report
+def data_digest(content: str, kept: NDArray[np.int64], sources: NDArray[np.uint16], config: DataConfig) -> str:
+    """Identity of what is trained on: the tokens and masks, which documents, and how often each source's."""
+    weights = [source.weight for source in config.sources] if len(set(sources.tolist())) else []
+    digest = hashlib.sha256(content.encode())
+    digest.update(np.ascontiguousarray(kept, dtype="<i8").data)
+    digest.update(json.dumps(weights).encode())
+    return digest.hexdigest()
 
 
-def _usable(
-    config: DataConfig, tokenizer: Any, limit: int, report: DataReport
-) -> Iterator[tuple[Document, list[Document]]]:
-    """Yield each usable row as the whole document and the parts that fit a pack; count the rest."""
-    for row in read_rows(config.sources):
-        if config.max_documents is not None and report.rows >= config.max_documents:
-            return
-        report.rows += 1
-        try:
-            document = _tokenize(row, config, tokenizer)
-            parts = _fit(document, config.long_documents, limit, report)
-        except BadRow as bad:
-            if config.bad_rows == "fail":
-                raise DataError(f"{row.place}: {bad.reason}; mend the row, or set data.bad_rows: skip") from None
-            report.skip(bad.reason, row.place)
-            continue
-        yield document, parts
-
-
-def _tokenize(row: Row, config: DataConfig, tokenizer: Any) -> Document:
-    kind = config.sources[row.source].kind
-    if row.content is None:
-        raise BadRow("not_json")
-    messages = messages_of(row.content) if isinstance(row.content, dict) and kind != "text" else None
-    if messages is not None:
-        return tokenize_chat(tokenizer, messages, config.chat_template_kwargs)
-    text = row.content if isinstance(row.content, str) else row.content.get("text")
-    if kind == "chat" or not isinstance(text, str):
-        raise BadRow("no_known_fields")
-    if not text.strip():
-        raise BadRow("empty")
-    return tokenize_text(tokenizer, text)
-
-
-def _fit(document: Document, policy: str, limit: int, report: DataReport) -> list[Document]:
-    """Cut a long document by the policy; drop parts without two supervised tokens in a row's reach."""
-    parts = [document]
-    if len(document.ids) > limit:
-        if policy == "skip":
-            raise BadRow("too_long")
-        cuts = range(0, len(document.ids), limit) if policy == "split" else range(1)
-        parts = [Document(document.ids[cut : cut + limit], document.loss_mask[cut : cut + limit]) for cut in cuts]
-        report.split += policy == "split"
-        report.truncated += policy == "truncate"
-    parts = [part for part in parts if int(part.loss_mask.sum()) >= 2]
-    if not parts:
-        raise BadRow("no_supervised_tokens")
-    return parts
-
-
-def _choose_heldout(documents: list[Document], wanted: int) -> set[int]:
-    """Choose held-out rows by the digest of their tokens, so that the choice does not depend on the order."""
-    digests = [hashlib.sha256(document.ids.tobytes()).digest() for document in documents]
-    by_digest = sorted(range(len(documents)), key=lambda number: digests[number])
-    chosen = {digests[number] for number in by_digest[:wanted]}
-    return {number for number in range(len(documents)) if digests[number] in chosen}
-
-
-def _write(folder: Path, documents: list[Document]) -> None:
-    np.save(folder / "ids.npy", np.concatenate([document.ids for document in documents]))
-    np.save(folder / "mask.npy", np.concatenate([document.loss_mask for document in documents]))
-    offsets = np.concatenate([[0], np.cumsum([len(document.ids) for document in documents])])
-    np.save(folder / "offsets.npy", offsets.astype(np.int64))
-
-
-def _write_heldout(folder: Path, documents: list[Document], tokenizer: Any) -> None:
-    """Write the prompt (everything before the first supervised token) of each held-out document."""
-    with (folder / "heldout.jsonl").open("w", encoding="utf-8") as file:
-        for document in documents:
-            first = int(np.argmax(document.loss_mask))
-            prompt = document.ids[: max(first, 1)].tolist()
-            file.write(json.dumps({"prompt_ids": prompt, "text": tokenizer.decode(prompt)}) + "\n")
+def describe(document: Document, tokenizer: Any, limit: int = 300) -> list[tuple[str, bool]]:
+    """A document's first `limit` tokens as runs of text, each supervised or not."""
+    ids, mask = document.ids[:limit], document.loss_mask[:limit]
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    return [
+        (str(tokenizer.decode(ids[a:z], clean_up_tokenization_spaces=False)), bool(mask[a]))
+        for a, z in pairwise(edges)
+        if z > a
+    ]

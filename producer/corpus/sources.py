@@ -1,6 +1,8 @@
-"""Read rows from files: JSON lines, plain text, folders of them, or files inside an installed package.
+"""Read rows from JSON lines, Parquet, Hugging Face datasets and plain text, in chunks. Knows nothing of tokens.
 
-Knows nothing of tokens. Each row comes with the place it stands at, so that a refusal can name file and line.
+A chunk is what one tokenising process works on: some rows of one file as they were read (lines of JSON are decoded
+later, in that process), and the number of the first. Only a few chunks exist at a time, whatever the corpus's size.
+Each row comes with the place it stands at, so that a refusal can name file and line.
 """
 
 from __future__ import annotations
@@ -8,10 +10,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.schema import SourceConfig
+
+LINES = {".jsonl", ".ndjson"}
+TEXTS = {".txt", ".md", ".rst", ".py"}
+PARQUET = ".parquet"
+SAVED_DATASET = ("dataset_dict.json", "dataset_info.json")
+ROWS_PER_CHUNK = 256
 
 
 class SourceError(Exception):
@@ -21,30 +30,64 @@ class SourceError(Exception):
 
 
 class Row(NamedTuple):
-    """One row as read: its content (a mapping, or a string for plain text; None if not valid JSON) and its place."""
+    """One row: content (a mapping, a list of turns, or plain text), place, and why it cannot be read."""
 
-    content: dict[str, Any] | str | None
+    content: dict[str, Any] | list[Any] | str | None
     place: str
+    fault: str = ""
+
+
+class Chunk(NamedTuple):
+    """Rows of one source as read: `items` are lines of JSON (bytes), mappings, or one whole text (str)."""
+
     source: int
+    origin: str
+    first: int
+    items: list[Any]
+
+    def rows(self) -> Iterator[Row]:
+        """Decode the rows; empty lines are passed over."""
+        for number, item in enumerate(self.items, start=self.first):
+            place = self.origin if isinstance(item, str) else f"{self.origin}:{number}"
+            if not isinstance(item, bytes):
+                yield Row(item, place)
+            elif item.strip():
+                yield _decode(item, place)
 
 
-def read_rows(sources: tuple[SourceConfig, ...]) -> Iterator[Row]:
-    """Yield the rows of all sources in order. Raises SourceError for a missing or empty source."""
+def _decode(line: bytes, place: str) -> Row:
+    try:
+        content = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Row(None, place, "not_utf8")
+    except ValueError:
+        return Row(None, place, "not_json")
+    return Row(content, place) if isinstance(content, dict | list | str) else Row(None, place, "not_an_object")
+
+
+def read_chunks(sources: tuple[SourceConfig, ...], size: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
+    """Yield the rows of all sources in order, `size` at a time. Raises SourceError for a missing or empty source."""
     for number, source in enumerate(sources):
-        files = list(_files(source.path))
-        if not files:
-            raise SourceError(f"data.sources.{number}.path: no .jsonl, .txt, .md, .rst or .py file at {source.path}")
-        for file in files:
-            yield from _read_file(file, number)
+        try:
+            if _is_dataset(source):
+                yield from _dataset_chunks(source, number, size)
+                continue
+            for file in _files(source, number):
+                yield from _file_chunks(file, number, size)
+        except OSError as error:
+            raise SourceError(f"data.sources.{number}.path: {source.path}: {error.strerror or error}") from None
 
 
-def _files(path: str) -> Iterator[Path]:
-    location = locate(path)
-    if location.is_dir():
-        kinds = {".jsonl", ".txt", ".md", ".rst", ".py"}
-        yield from (file for file in sorted(location.rglob("*")) if file.suffix in kinds and file.is_file())
-    elif location.is_file():
-        yield location
+def fingerprint(source: SourceConfig, number: int) -> list[str]:
+    """Tell this state of a source from any other: name, size and time of each file, or the dataset's own fingerprint.
+
+    Raises SourceError.
+    """
+    if _is_dataset(source):
+        return [str(_load_dataset(source, number)._fingerprint)]
+    return [
+        f"{file} {file.stat().st_size} bytes, changed {file.stat().st_mtime_ns} ns" for file in _files(source, number)
+    ]
 
 
 def locate(path: str) -> Path:
@@ -58,16 +101,83 @@ def locate(path: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _read_file(file: Path, source: int) -> Iterator[Row]:
-    if file.suffix != ".jsonl":
-        yield Row(file.read_text(encoding="utf-8", errors="replace"), str(file), source)
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                content = json.loads(line)
-            except ValueError:
-                content = None
-            yield Row(content if isinstance(content, dict | str) else None, f"{file}:{number}", source)
+def _files(source: SourceConfig, number: int) -> list[Path]:
+    location = locate(source.path)
+    kinds = LINES | TEXTS | {PARQUET}
+    if location.is_dir():
+        files = [file for file in sorted(location.rglob("*")) if file.suffix in kinds and file.is_file()]
+    else:
+        files = [location] if location.is_file() else []
+    if not files:
+        raise SourceError(
+            f"data.sources.{number}.path: no {', '.join(sorted(kinds))} file at {source.path}; give a file, a folder, "
+            '"package:NAME/FILE" or "dataset:NAME"'
+        )
+    return files
+
+
+def _file_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:
+    if file.suffix == PARQUET:
+        yield from _parquet_chunks(file, source, size)
+    elif file.suffix in LINES:
+        with file.open("rb") as lines:
+            first = 1
+            while items := list(islice(lines, size)):
+                yield Chunk(source, str(file), first, items)
+                first += len(items)
+    else:
+        yield Chunk(source, str(file), 1, [file.read_text(encoding="utf-8", errors="replace")])
+
+
+def _parquet_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:
+    import pyarrow
+    import pyarrow.parquet
+
+    first = 1
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=size):
+                yield Chunk(source, str(file), first, batch.to_pylist())
+                first += batch.num_rows
+    except pyarrow.ArrowException as error:
+        raise SourceError(f"{file}: not a Parquet file that can be read: {str(error).splitlines()[0]}") from None
+
+
+def _is_dataset(source: SourceConfig) -> bool:
+    """Whether the source is read by the `datasets` library: named so, or a folder that it has saved."""
+    if source.path.startswith(("dataset:", "package:")):
+        return source.path.startswith("dataset:")
+    return any((Path(source.path).expanduser() / name).is_file() for name in SAVED_DATASET)
+
+
+def _dataset_chunks(source: SourceConfig, number: int, size: int) -> Iterator[Chunk]:
+    dataset = _load_dataset(source, number)
+    origin = f"{source.path}[{source.split}]"
+    for first in range(0, len(dataset), size):
+        columns = dataset[first : first + size]
+        names = list(columns)
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        yield Chunk(number, origin, first, rows)
+
+
+def _load_dataset(source: SourceConfig, number: int) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise SourceError(
+            f"data.sources.{number}.path: {source.path} is read with the package datasets, which is not installed; "
+            "pip install 'dflash-ring[data]'"
+        ) from None
+    name = source.path.removeprefix("dataset:")
+    folder = Path(name).expanduser()
+    datasets.disable_progress_bars()
+    try:
+        if any((folder / marker).is_file() for marker in SAVED_DATASET):
+            found = datasets.load_from_disk(str(folder))
+            return found[source.split] if isinstance(found, datasets.DatasetDict) else found
+        return datasets.load_dataset(name, source.subset, split=source.split, revision=source.revision)
+    except Exception as error:  # the library raises what its readers raise; all of it is about this one source
+        raise SourceError(
+            f"data.sources.{number}.path: {source.path} (subset {source.subset}, split {source.split}): "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from None
