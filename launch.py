@@ -8,6 +8,7 @@ Exit codes: 0 done, 2 configuration, 3 data, 4 a peer died, 5 resources, 130 int
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,12 +44,14 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
 
 def _run(options: argparse.Namespace) -> int:
     from configs.load import load_config
+    from ops.hosts import host_place
     from ops.run import run, run_folder
 
     overrides = list(options.set) + ([f"run.name={options.name}"] if options.name else [])
     config = load_config(options.config, overrides)
+    where = host_place(options.nnodes, options.node_rank, options.rdzv, os.environ)
     if not options.detach:
-        return run(config, options.modules)
+        return run(config, options.modules, where)
     from ops.detach import detach
 
     print(detach(run_folder(config)))
@@ -132,6 +135,36 @@ def _doctor(options: argparse.Namespace) -> int:
     return 5 if any(finding.level == FAULT for finding in findings) else 0
 
 
+def _export(options: argparse.Namespace) -> int:
+    from consumer.export.source import export_checkpoint
+
+    target = None if options.target is None else Path(options.target)
+    print("\n".join(export_checkpoint(_subject(options), options.format, options.out, target, options.dtype)[1]))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from evaluation.parity import verify
+
+    findings = verify(options.drafter, options.target)
+    print("\n".join(finding.line for finding in findings))
+    return 0 if all(finding.good for finding in findings) else 2
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from evaluation.command import evaluate
+
+    evaluate(_subject(options), options)
+    return 0
+
+
+def _subject(options: argparse.Namespace) -> Path:
+    """A folder with a drafter as it is given; any other word is a run."""
+    path = Path(options.run)
+    is_folder = any((path / name).is_file() for name in ("config.json", "checkpoint.json"))
+    return path if is_folder else _found(options)
+
+
 def _clean(_options: argparse.Namespace) -> int:
     from ops import commands
 
@@ -158,6 +191,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
     parser.add_argument("--name", help="name of the run (run.name)")
     parser.add_argument("--detach", action="store_true", help="run in the background")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="number of hosts; the same command on each")
+    parser.add_argument("--node-rank", type=int, metavar="K", help="which host this is, 0 to N-1")
+    parser.add_argument("--rdzv", metavar="HOST:PORT", help="address of node 0 and a free port there, where all meet")
 
 
 def _of_run(parser: argparse.ArgumentParser) -> None:
@@ -203,6 +239,40 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default="runs", help="where run folders are kept")
 
 
+def _of_drafter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN|FOLDER", help="a run, a checkpoint's folder, or an exported drafter")
+    parser.add_argument("--folder", default="runs", help="where run folders are kept")
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    _of_drafter(parser)
+    parser.add_argument("--format", choices=["zlab", "speculators"], default="zlab")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--target", metavar="DIR", help="the target's folder, if it has moved")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drafter", type=Path, metavar="DIR", help="an exported drafter")
+    parser.add_argument("--target", required=True, help="its target: a folder or hub id")
+
+
+def _eval_options(parser: argparse.ArgumentParser) -> None:
+    _of_drafter(parser)
+    parser.add_argument("--target", help="the target's folder or hub id; a run knows its own")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, metavar="SET", help="humaneval, gsm-symbolic, heldout, or FILE.jsonl"
+    )
+    parser.add_argument("--limit", type=int, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--tree", nargs="*", type=int, default=[], metavar="NODES", help="DDTree node budgets")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sample instead of decoding greedily")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="cpu, cuda:0, ...")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where eval.json and acceptance.png go")
+
+
 def _no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -219,6 +289,9 @@ COMMANDS: dict[str, Command] = {
     "set": (_set, "change training.log_every_steps, ring.min_ready or ring.pick in a living run", _set_options),
     "telemetry": (_telemetry, "feed a run's metrics to TensorBoard, W&B or Prometheus", _telemetry_options),
     "doctor": (_doctor, "check the machine, and find what holds a run up", _doctor_options),
+    "export": (_export, "write a drafter in a format that servers load", _export_options),
+    "verify": (_verify, "check an exported drafter against a target", _verify_options),
+    "eval": (_eval, "measure accepted length and speed in the decoding loop", _eval_options),
     "stop": (_stop, "stop a run gracefully: the drafter saves", _of_run),
     "clean": (_clean, "remove rings and sockets of which no process lives", _no_options),
 }

@@ -11,6 +11,8 @@ import torch
 from configs.load import ConfigError
 from configs.schema import Config, DrafterConfig
 from consumer.drafter import Drafter, DrafterShape, layer_types_of
+from consumer.export.facts import ExportError
+from consumer.export.initial import init_from_export
 from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
 from ops.telemetry import Log
 
@@ -60,10 +62,17 @@ def step_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def make_drafter(config: Config, plan: dict[str, Any], device: torch.device, log: Log) -> Drafter:
-    """Build the drafter with its initial weights, in float32. Raises HeadError, ValueError."""
+    """Build the drafter with its initial weights, in float32. Raises ConfigError, HeadError, ValueError."""
     drafter = Drafter(drafter_shape(config.drafter, plan["target"], plan["draft_vocab"]))
     drafter.reset_parameters(torch.Generator().manual_seed(config.run.seed))
-    if config.drafter.init == "target_last_layers":
+    if config.drafter.init_from is not None:
+        taps = tuple(plan["target"]["target_layer_ids"])
+        try:
+            differing = init_from_export(drafter, Path(config.drafter.init_from), taps)
+        except ExportError as error:
+            raise ConfigError([f"drafter.init_from: {error}"]) from None
+        log("initial weights", source=config.drafter.init_from, differing="; ".join(differing) or "nothing")
+    elif config.drafter.init == "target_last_layers":
         copied = init_from_target(drafter, Path(plan["target"]["path"]))
         log("initial weights", copied=len(copied), random=len(drafter.state_dict()) - len(copied) - 1)
     return drafter.to(device)

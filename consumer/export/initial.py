@@ -1,0 +1,44 @@
+"""An exported drafter, of this project or others, as initial weights (`drafter.init_from`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from consumer.drafter import Drafter
+from consumer.export.facts import ExportError, tensor_shapes
+from consumer.export.folder import read_export
+
+_ARITHMETIC = ("block_size", "layer_types", "sliding_causal", "rope_theta", "mask_token_id", "rms_eps")
+
+
+@torch.no_grad()
+def init_from_export(drafter: Drafter, folder: Path, target_layer_ids: tuple[int, ...]) -> list[str]:
+    """Copy every weight of the drafter in `folder`; returns what differs in arithmetic, for the log.
+
+    Raises ExportError where a tensor has another shape or the taps are other layers: then nothing would be left of
+    what was learnt.
+    """
+    found = read_export(folder)
+    wanted = tensor_shapes(drafter.shape)
+    if tensor_shapes(found.facts.shape) != wanted:
+        other = found.facts.shape
+        names = [name for name in vars(other) if getattr(other, name) != getattr(drafter.shape, name)]
+        pairs = ", ".join(f"{name} {getattr(other, name)} for {getattr(drafter.shape, name)}" for name in names)
+        raise ExportError(f"{folder}: its tensors have other shapes than this run's drafter ({pairs})")
+    if found.facts.target_layer_ids != target_layer_ids:
+        raise ExportError(
+            f"{folder}: learnt from layers {list(found.facts.target_layer_ids)}, this run taps "
+            f"{list(target_layer_ids)}; "
+            "set target.target_layer_ids to them"
+        )
+    state = drafter.state_dict()
+    for name, tensor in found.tensors.items():
+        state[name].copy_(tensor)
+    mine, theirs = drafter.shape, found.facts.shape
+    return [
+        f"{name}: {getattr(theirs, name)} there, {getattr(mine, name)} here"
+        for name in _ARITHMETIC
+        if getattr(theirs, name) != getattr(mine, name)
+    ]

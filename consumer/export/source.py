@@ -1,0 +1,112 @@
+"""From a checkpoint of ours to an exported drafter: what `python launch.py export` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint
+from consumer.drafter import Drafter
+from consumer.export import speculators
+from consumer.export.facts import DrafterFacts, ExportError
+from consumer.export.folder import FORMATS, read_export, write_export
+from consumer.export.identity import identify, stored_dtype
+from consumer.export.probe import as_json, probe_input, training_logits
+from consumer.export.readme import MIXED_WARNING, readme
+from consumer.frozen_head import FrozenHead, load_frozen_head
+from consumer.setup import shape_from_dict
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`: a checkpoint's folder, or a run's (its newest). Raises CheckpointError."""
+    if (path / "complete.json").is_file() or (path / "checkpoint.json").is_file():
+        return read_checkpoint(path)
+    rejected: list[str] = []
+    found = newest_checkpoint(path / "checkpoints", rejected.append)
+    if found is None:
+        raise CheckpointError("; ".join(rejected) or f"{path}: no checkpoint yet, and it is none itself")
+    return found
+
+
+def facts_of(checkpoint: Checkpoint, target: Path, dtype: str = "auto") -> DrafterFacts:
+    """Gather what the export says; `target` is the target's folder. dtype auto: the target's stored type."""
+    meta, described = checkpoint.meta, checkpoint.meta["target"]
+    config = meta["config"]
+    vocabulary = meta.get("draft_vocab")
+    chosen = (stored_dtype(target) or described["dtype"]) if dtype == "auto" else dtype
+    training = {
+        "steps": checkpoint.step,
+        "packs_trained": len(checkpoint.trained),
+        "longest_document_tokens": config["data"]["max_document_tokens"] or config["pack"]["tokens"],
+        "chat_template_kwargs": config["data"]["chat_template_kwargs"],
+        "labels": config["loss"]["labels"],
+        "data_digest": meta["data_digest"],
+        "made_with": "dflash-ring",
+    }
+    return DrafterFacts(
+        shape=shape_from_dict(meta["shape"]),
+        target_layer_ids=tuple(described["target_layer_ids"]),
+        dtype=chosen,
+        max_position_embeddings=described["max_position_embeddings"],
+        bos_token_id=described["bos_token_id"],
+        eos_token_ids=tuple(described["eos_token_ids"]),
+        pad_token_id=described["pad_token_id"],
+        num_target_layers=described["num_layers"],
+        identity=identify(target, described["name"], config["target"]["revision"], described),
+        draft_vocab=None if vocabulary is None else tuple(vocabulary),
+        training=training,
+    )
+
+
+def export_checkpoint(
+    path: Path, name: str, out: Path, target: Path | None = None, dtype: str = "auto"
+) -> tuple[Path, list[str]]:
+    """Export the drafter of a run or checkpoint; returns the folder and lines to show.
+
+    Raises ExportError, CheckpointError or HeadError; then nothing was written.
+    """
+    if name not in FORMATS:
+        raise ExportError(f"--format: expected one of {', '.join(FORMATS)}, got {name!r}")
+    checkpoint = find_checkpoint(path)
+    folder = target or Path(checkpoint.meta["target"]["path"])
+    if not folder.is_dir():
+        raise ExportError(f"target: {folder} is not there (any more); give its folder with --target")
+    facts = facts_of(checkpoint, folder, dtype)
+    whole = load_frozen_head(
+        folder, checkpoint.meta["target"]["tie_word_embeddings"], getattr(torch, facts.dtype), torch.device("cpu")
+    )
+    head = whole if facts.draft_vocab is None else whole.reduced(list(facts.draft_vocab))
+    weights = checkpoint.drafter()
+    extra = {}
+    if facts.draft_vocab is not None:
+        extra = speculators.vocabulary_tensors(facts.draft_vocab, head.head, facts.shape.vocab_size)
+    texts = {
+        "README.md": readme(facts, name, out.name),
+        "probe.json": json.dumps(_probe(facts, weights, head)) + "\n",
+    }
+    written = write_export(out, name, facts, weights, extra, texts)
+    read_export(written)  # what cannot be read back must not be shipped
+    lines = [
+        f"{written}: {name} format, step {checkpoint.step}, {facts.dtype}, {facts.shape.num_parameters:,} parameters"
+    ]
+    if name == "speculators" and facts.is_mixed and facts.shape.sliding_causal:
+        lines.append(f"warning: {MIXED_WARNING}")
+    lines.append(
+        f"serve it with num_speculative_tokens = {facts.num_speculative_tokens}; commands are in its README.md"
+    )
+    return written, lines
+
+
+def _probe(facts: DrafterFacts, weights: dict[str, torch.Tensor], head: FrozenHead) -> dict[str, Any]:
+    """Logits of the weights as stored, in float32."""
+    drafter = Drafter(facts.shape)
+    stored = getattr(torch, facts.dtype)
+    drafter.load_state_dict({name: tensor.to(stored).float() for name, tensor in weights.items()})
+    given = probe_input(facts.shape)
+    rows = head.head[torch.tensor(given.head_rows)]
+    return as_json(given, training_logits(drafter, given, head.embedding, rows))
