@@ -51,6 +51,8 @@ class Child:
         self.was_ever_ready = False
         self.kill_at = 0.0
         self.restart_asked = False
+        self.extra_environment: dict[str, str] = {}
+        """Beside the placement's, for the next life: where the ranks meet, how many targets there are."""
         self.reply: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -89,7 +91,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(self.run_dir) | self.placement.environment,
+                env=child_environment(self.run_dir) | self.placement.environment | self.extra_environment,
                 start_new_session=True,
             )
         self.reply = {}
@@ -140,7 +142,7 @@ class Child:
         """Whether an exit with code 0 means what it should: final.json is written, or the target had no packs left."""
         if self.placement.role == TARGET:
             return self.reply.get("state") == "finished"
-        return self.placement.rank > 0 or (self.run_dir / FINAL_FILE).exists()
+        return (self.run_dir / FINAL_FILE).exists()
 
     def ask_to_stop(self, limit_s: float) -> None:
         """Ask for a graceful stop by control, else by SIGTERM; to be killed after `limit_s`."""
@@ -197,11 +199,15 @@ def child_environment(run_dir: Path) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     caches = compile_caches(run_dir)
-    return caches | os.environ | {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "PYTHONUNBUFFERED": "1",
-        LAUNCHER_ENV: launcher_mark(),
-    }
+    return (
+        caches
+        | os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+            "PYTHONUNBUFFERED": "1",
+            LAUNCHER_ENV: launcher_mark(),
+        }
+    )
 
 
 def compile_caches(run_dir: Path) -> dict[str, str]:

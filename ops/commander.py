@@ -17,6 +17,7 @@ from configs.schema import Config
 from ops.changes import change_live, change_on_restart
 from ops.child import Child
 from ops.errors import OpsError, Refused
+from ops.hosts import Hosts
 from ops.messages import Request, Server, ask
 from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dir, socket_path
 from ops.supervisor import Supervisor
@@ -28,12 +29,15 @@ _CHILD_ACK_S = 3.0
 class Commander:
     """Answers status and commands for one run, from before preparation until the end."""
 
-    def __init__(self, config: Config, run_dir: Path, launcher_pid: int, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, launcher_pid: int, on_stop: Callable[[], None], hosts: Hosts
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.state = "preparing"
         self._pid = launcher_pid
         self._on_stop = on_stop
+        self._hosts = hosts
         self._began = time.time()
         self._supervisor: Supervisor | None = None
         self._rings: Sequence[Ring] = ()
@@ -73,6 +77,7 @@ class Commander:
             "occupancy": sum(ring["occupancy"] for ring in rings),
             "processes": supervisor.describe() if supervisor else [],
             "rings": rings,
+            "hosts": self._hosts.others(),
         }
 
     def _handle(self, request: Request) -> dict[str, Any]:
@@ -108,11 +113,22 @@ class Commander:
         if role not in (TARGET, DRAFTER):
             raise Refused(f"restart {role!r}: expected target, target:K or drafter")
         if role == TARGET and rank is not None and rank not in [c.placement.rank for c in supervisor.side(TARGET)]:
-            raise Refused(f"restart target:{rank}: this run has targets 0 to {len(supervisor.side(TARGET)) - 1}")
+            here = ", ".join(str(child.placement.rank) for child in supervisor.side(TARGET))
+            raise Refused(f"restart target:{rank}: the targets of this host are {here}")
+        if overrides and self._hosts.others():
+            raise Refused(
+                "restart with --set: the hosts' configurations would differ; stop the run, start all hosts anew"
+            )
         self.config = change_on_restart(self.run_dir, self.config, overrides, role)
         before = {child.name: child.pid for child in supervisor.side(role)}
         accepted = supervisor.want_restart(role, rank)
         return {"accepted": [child.name for child in accepted], "pids": before}
+
+
+def for_others(status: dict[str, Any]) -> dict[str, Any]:
+    """What other hosts' dashboards need of a status: no slot maps, no hosts."""
+    rings = [{key: ring[key] for key in ring if key not in ("slots", "attached")} for ring in status["rings"]]
+    return {key: value for key, value in status.items() if key != "hosts"} | {"rings": rings}
 
 
 def _pass_on(children: Sequence[Child], command: str, **args: Any) -> dict[str, Any]:

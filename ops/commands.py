@@ -72,6 +72,10 @@ def status_lines(values: dict[str, Any]) -> list[str]:
             f"  ring {ring['ring_index']}: occupancy {ring['occupancy']}/{ring['num_slots']} "
             f"({ring['ready']} READY, {ring['held']} HELD), {ring['published']} published, {ring['released']} released"
         )
+    for host in values.get("hosts", []):
+        lost = ", silent" if host["lost"] else ""
+        lines.append(f"node {host['node']} ({host['host']}{lost}):")
+        lines += [f"  {line}" for line in status_lines(host)] if "processes" in host else []
     return lines
 
 

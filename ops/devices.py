@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.load import ConfigError
@@ -59,6 +59,12 @@ class Map:
     def of(self, role: str) -> tuple[Placement, ...]:
         """Placements of one side."""
         return tuple(place for place in self.placements if place.role == role)
+
+    def starting_at(self, first_target: int, first_drafter: int) -> Map:
+        """The same places with global ranks, where hosts before this one have targets and drafters of their own."""
+        first = {TARGET: first_target, DRAFTER: first_drafter}
+        moved = [replace(each, rank=each.rank + first[each.role]) for each in self.placements]
+        return replace(self, placements=tuple(moved))
 
 
 def find_gpus() -> list[str]:

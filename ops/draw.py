@@ -12,7 +12,7 @@ from ops.paths import DRAFTER
 BARS = "▁▂▃▄▅▆▇█"
 _SLOT_MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _STATE_STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "paused": "yellow",
-                 "suspended": "red", "stopping": "yellow", "gone": "red"}  # fmt: skip
+                 "suspended": "red", "stopping": "yellow", "gone": "red", "silent": "red"}  # fmt: skip
 _VERDICT_STYLES = {"balanced": "green", "target-bound": "yellow", "drafter-bound": "cyan", "unknown": "dim"}
 
 
@@ -23,6 +23,7 @@ def frame(picture: dict[str, Any], occupancies: Callable[[str], Sequence[int]], 
         lines += _ring(ring, occupancies(ring["name"]), width)
     lines += [line for process in picture["processes"] for line in _process(process, width)]
     lines += [_gpu(gpu) for gpu in picture["gpus"]]
+    lines += [line for host in picture.get("hosts", []) for line in _host(host, width)]
     if footer:
         lines.append(Text(footer, style="dim"))
     for line in lines:
@@ -139,6 +140,19 @@ def _process(process: dict[str, Any], width: int) -> list[Text]:
     text = " ".join(f"{value:.2f}" for value in shares[:15])
     bars = "".join(BARS[min(len(BARS) - 1, round(value * (len(BARS) - 1)))] for value in shares)
     return [*lines, Text.assemble(("          right per slot  ", "dim"), (bars, "cyan"), f"  {text}")]
+
+
+def _host(host: dict[str, Any], width: int) -> list[Text]:
+    """Another host: one line, then its rings in a line each and its processes as our own."""
+    head = Text.assemble(
+        Text(f"\nnode {host['node']}  ", "bold"), host["host"], "  ",
+        _state("silent" if host["lost"] else host.get("state", "")),
+    )  # fmt: skip
+    lines = [head]
+    for ring in host.get("rings", []):
+        counts = f"{ring['published']} published, {ring['released']} released"
+        lines.append(Text(f"ring {ring['ring_index']}  {ring['occupancy']}/{ring['num_slots']}  {counts}"))
+    return lines + [line for process in host.get("processes", []) for line in _process(process, width)]
 
 
 def _number(values: dict[str, Any], name: str, shape: str) -> str:

@@ -42,6 +42,10 @@ class MetricsReader:
             self._add((record["role"], record["rank"]), record)
             yield record
 
+    def lead(self, role: str) -> Key:
+        """The process of a role with the lowest rank that has written anything here; rank 0 if none has."""
+        return min((key for key in self.latest if key[0] == role), default=(role, 0))
+
     def mean(self, role: str, name: str) -> float | None:
         """Mean of a number over the lines of each process but its first (warm-up), summed over the processes."""
         means = [total / count for (key, what), (total, count) in self._sums.items() if (key[0], what) == (role, name)]

@@ -23,14 +23,14 @@ _POLL_S = 0.1
 class Rings:
     """The rings and the board of a run, held by the launcher; a context manager that removes them."""
 
-    def __init__(self, run: str, spec: SlotSpec, num_rings: int, num_slots: int) -> None:
-        """Make them; raises NoSharedMemory before anything is loaded if they do not fit."""
+    def __init__(self, run: str, spec: SlotSpec, num_rings: int, num_slots: int, first: int = 0) -> None:
+        """Make them, named by global target rank from `first` on; raises NoSharedMemory if they do not fit."""
         run_id = uuid.uuid4().bytes
         self.rings: list[Ring] = []
         with ExitStack() as undo:
             self.board = Board.create(run, spec, num_rings, run_id)
             undo.callback(_remove, self.board)
-            for k in range(num_rings):
+            for k in range(first, first + num_rings):
                 ring = Ring.create(ring_name(run, k), spec, num_slots=num_slots, ring_index=k, run_id=run_id)
                 undo.callback(_remove, ring)
                 self.rings.append(ring)

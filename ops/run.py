@@ -1,4 +1,6 @@
-"""The whole life of a run, in order: claim, prepare, rings, processes, supervision, evaluation, summary.
+"""The whole life of a run, in order: claim, join, prepare, rings, processes, supervision, evaluation, summary.
+
+Each host of a run goes through it; only node 0's drafter saves, and only node 0 evaluates (ops/hosts.py).
 
 Whatever happens, the way out is the same: processes ended, rings removed, sockets removed, lock given back.
 """
@@ -17,9 +19,11 @@ from typing import Any
 
 from configs.run_files import read_plan
 from configs.schema import Config
-from ops.commander import Commander
+from ops.commander import Commander, for_others
 from ops.control import set_title
 from ops.devices import Map, find_gpus, place
+from ops.errors import ChildFailed
+from ops.hosts import HostPlace, JoinedHosts, OneHost, plan_digest
 from ops.live import side_lines
 from ops.metrics_reader import MetricsReader
 from ops.output import Output
@@ -73,23 +77,30 @@ def run_folder(config: Config) -> Path:
     return (Path(config.run.folder) / config.run.name).absolute()
 
 
-def run(config: Config, modules: Modules | None = None) -> int:
-    """Run a configuration to its end and return the exit code; raises OpsError, ConfigError or RingError."""
+def run(config: Config, modules: Modules | None = None, where: HostPlace | None = None) -> int:
+    """Run a configuration to its end and return the exit code; raises OpsError, ConfigError or RingError.
+
+    `where`: which of several hosts this one is; None for a run on one host.
+    """
     run_dir = run_folder(config)
-    places = place(config, find_gpus(), len(os.sched_getaffinity(0)))
+    places = None if where else _places(config)  # with several hosts the others are to hear of a refusal
     interrupts = Interrupts()
     with interrupts.installed(), ExitStack() as stack:
         stack.callback(claim(run_dir).drop)
         out = Output(log_path(run_dir, LAUNCHER))
         set_title(f"dflash {config.run.name} {LAUNCHER}")
         try:
-            return Launch(config, run_dir, places, modules or Modules(), interrupts, out).run()
+            return Launch(config, run_dir, places, modules or Modules(), interrupts, out, where).run()
         except Interrupted:
             out.say("interrupted: nothing is running any more")
             return INTERRUPTED
         except Exception as error:
             out.log_only(f"ended by {type(error).__name__}: {error}")
             raise
+
+
+def _places(config: Config) -> Map:
+    return place(config, find_gpus(), len(os.sched_getaffinity(0)))
 
 
 def _metrics_start(run_dir: Path) -> int:
@@ -103,12 +114,27 @@ class Launch:
     """One launch of a run whose folder is claimed."""
 
     def __init__(
-        self, config: Config, run_dir: Path, places: Map, modules: Modules, interrupts: Interrupts, out: Output
+        self,
+        config: Config,
+        run_dir: Path,
+        places: Map | None,
+        modules: Modules,
+        interrupts: Interrupts,
+        out: Output,
+        where: HostPlace | None,
     ) -> None:
-        self.config, self.run_dir, self.places, self.modules = config, run_dir, places, modules
+        self.config, self.run_dir, self.modules = config, run_dir, modules
+        self.places = places or Map(())
         self.interrupts, self.out = interrupts, out
+        self._waiting_for = ""
         self.metrics = MetricsReader(run_dir, start=_metrics_start(run_dir))
-        self.commander = Commander(config, run_dir, os.getpid(), interrupts.stop_once)
+        self.hosts: OneHost | JoinedHosts
+        if where is None:
+            self.hosts = OneHost(len(config.target.devices), len(config.training.devices))
+        else:
+            limit_s = config.supervisor.ready_timeout_s
+            self.hosts = JoinedHosts(where, config, limit_s, lambda: for_others(self.commander.status()))
+        self.commander = Commander(config, run_dir, os.getpid(), interrupts.stop_once, self.hosts)
 
     def run(self) -> int:
         """Go through the stages; see the top of the file."""
@@ -119,15 +145,54 @@ class Launch:
             set_results_aside(self.run_dir)
             write_config(self.run_dir, self.config)
             end_last_line(self.run_dir)
-            for warning in self.places.warnings:
-                self.out.warn(warning)
             self.commander.start()
             stack.callback(self.commander.close)
+            stack.enter_context(self._joined())
+            for warning in self.places.warnings:
+                self.out.warn(warning)
             on_gpu = ["--on-gpu"] if self.places.of(TARGET)[0].gpu is not None else []
             self._stage("prepare", [self.modules.prepare, *on_gpu], TARGET)
+            self._wait_for_data()
             self._train()
             self._stage_evaluation()
             return self._summarise()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Be one of several hosts while this lasts; the others hear how it ends. Nothing to do for one host."""
+        hosts = self.hosts
+        if isinstance(hosts, OneHost):
+            yield
+            return
+        hosts.start()
+        try:
+            self.places = _places(self.config)
+            hosts.join(self.out.say, lambda: self.interrupts.asked)
+            self._leave_if_asked()
+            hosts.preparing()
+            yield
+            hosts.leave("finished")
+        except Interrupted:
+            hosts.leave("stopping")
+            raise
+        except Exception as error:
+            hosts.leave("failed", str(error), int(getattr(error, "exit_code", 4)))
+            raise
+        finally:
+            hosts.close()
+
+    def _wait_for_data(self) -> None:
+        """Several hosts: wait until all have prepared, compare, and take this host's global ranks."""
+        if isinstance(self.hosts, JoinedHosts):
+            digest = plan_digest(read_plan(self.run_dir))
+            self.hosts.wait_for_data(digest, self.out.say, lambda: self.interrupts.asked)
+            self._leave_if_asked()
+            fleet = self.hosts.fleet
+            self.places = self.places.starting_at(fleet.first_target, fleet.first_drafter)
+
+    def _leave_if_asked(self) -> None:
+        if self.interrupts.asked:
+            raise Interrupted
 
     def _stage(self, name: str, command: list[str], role: str) -> None:
         cores = str(len(os.sched_getaffinity(0)))
@@ -135,7 +200,7 @@ class Launch:
         run_stage(name, command, self.run_dir, environment, self.out, lambda: self.interrupts.asked)
 
     def _stage_evaluation(self) -> None:
-        if self.config.evaluation.enabled:
+        if self.config.evaluation.enabled and self.hosts.is_first:
             self.commander.state = "evaluating"
             self._stage("evaluation", [self.modules.evaluation], DRAFTER)
 
@@ -143,9 +208,10 @@ class Launch:
         """Make the rings, start both sides, and watch them until the drafters have finished."""
         spec = SlotSpec.from_json(read_plan(self.run_dir)["slot_spec"])
         num_rings = len(self.places.of(TARGET))
-        with Rings(self.config.run.name, spec, num_rings, self.config.ring.num_slots) as rings:
+        first = self.hosts.fleet.first_target
+        with Rings(self.config.run.name, spec, num_rings, self.config.ring.num_slots, first) as rings:
             self.out.say(f"{num_rings} ring(s) of {self.config.ring.num_slots} slots, {rings.nbytes / 1e6:,.1f} MB")
-            supervisor = Supervisor(self.config, self.run_dir, self.places, self.modules, self.out)
+            supervisor = Supervisor(self.config, self.run_dir, self.places, self.modules, self.out, self.hosts)
             self.commander.watch(supervisor, rings.rings)
             self.commander.state = "starting"
             try:
@@ -166,6 +232,7 @@ class Launch:
         next_draw = 0.0
         while not (supervisor.finished or supervisor.failure or self.interrupts.asked):
             supervisor.tick()
+            self._hear_others(supervisor)
             if self.commander.state == "starting" and supervisor.all_ready:
                 self.commander.state = "running"
             if time.monotonic() >= next_draw:
@@ -173,10 +240,24 @@ class Launch:
                 self._draw()
             time.sleep(_TICK_S)
 
+    def _hear_others(self, supervisor: Supervisor) -> None:
+        """Stop or fail with the other hosts; say once why there is nothing to do."""
+        try:
+            if self.hosts.check():
+                self.out.say("another host was asked to stop")
+                self.interrupts.stop_once()
+        except ChildFailed as error:
+            supervisor.failure = supervisor.failure or error
+        reason = self.hosts.reason
+        if bool(reason) != bool(self._waiting_for):
+            self.out.warn(reason) if reason else self.out.say("all hosts are there again")
+        self._waiting_for = reason
+
     def _stop(self, supervisor: Supervisor) -> None:
         """End what still runs: gracefully, or at once at the second request."""
         self.commander.state = "stopping"
         if self.interrupts.asked:
+            self.hosts.stopping()
             self.out.say("stopping: both sides finish their step, the drafter saves (again to end at once)")
         began, killed = self.interrupts.count, False
         supervisor.stop()
@@ -195,7 +276,7 @@ class Launch:
 
     def _step(self) -> Any:
         self.metrics.poll()
-        return self.metrics.latest.get((DRAFTER, 0), {}).get("step", "unknown")
+        return self.metrics.latest.get(self.metrics.lead(DRAFTER), {}).get("step", "unknown")
 
     def _summarise(self) -> int:
         self.metrics.poll()

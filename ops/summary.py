@@ -20,8 +20,9 @@ def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
     """Gather the run's results: final.json and heldout.json first, metrics where they are silent; null if unknown."""
     final = read_json(run_dir / "final.json")
     heldout = read_json(run_dir / "heldout.json")
-    first = metrics.first.get((DRAFTER, 0), {})
-    latest = metrics.latest.get((DRAFTER, 0), {})
+    lead = metrics.lead(DRAFTER)  # its loss is that of all ranks
+    first = metrics.first.get(lead, {})
+    latest = metrics.latest.get(lead, {})
     summary: dict[str, Any] = {
         "loss_first": final.get("loss_first", first.get("loss")),
         "loss_last": final.get("loss_last", latest.get("loss")),

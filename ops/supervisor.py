@@ -7,12 +7,15 @@ the thread that started them). A second thread asks them for their status, so th
          ^            |          |
          '-- back-off-+--crash---'      codes 2, 3, 5, a death in the first start, or too many restarts end the run
 
-Several drafters are one group, since they reduce gradients together: if one is restarted, all are.
+All drafters, of all hosts, live and end together, since they reduce gradients together: one common time is a life
+(ops/hosts.py). If one dies the others here are killed at once (they wait for it and cannot save), the life is over for
+every host, and the next begins when all drafters are gone everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -20,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from configs.targets import TARGETS_ENV, Targets
 from ops.child import FINISHED, RUNNING, STARTING, STOPPED, STOPPING, WAITING, Child, exit_words
 from ops.devices import Map
 from ops.errors import ChildFailed, OpsError
+from ops.hosts import Hosts, Life
 from ops.messages import ask
 from ops.output import Output
 from ops.paths import DRAFTER, TARGET, log_path
@@ -30,6 +35,9 @@ from ops.paths import DRAFTER, TARGET, log_path
 FINAL_CODES = (2, 3, 5)
 MAX_BACKOFF_S = 30.0
 STABLE_S = 300.0
+RENDEZVOUS_S = 300.0
+"""Longest wait of a drafter for the others to have started; that their hosts live is known here."""
+PEER_LOST = 4
 _WATCH_EVERY_S = 0.5
 _WATCH_START_S = 0.1
 
@@ -47,7 +55,7 @@ class Modules:
 class Supervisor:
     """All processes of one run."""
 
-    def __init__(self, config: Config, run_dir: Path, places: Map, modules: Modules, out: Output) -> None:
+    def __init__(self, config: Config, run_dir: Path, places: Map, modules: Modules, out: Output, hosts: Hosts) -> None:
         self.config = config
         self.paused = False
         self.failure: ChildFailed | None = None
@@ -56,6 +64,9 @@ class Supervisor:
             for place in places.placements
         ]
         self._out = out
+        self._hosts = hosts
+        self._life: Life | None = None
+        self._life_over = True
         self._closing = threading.Event()
         self._wanted_restarts: list[str] = []
         self._wanted_lock = threading.Lock()
@@ -63,22 +74,23 @@ class Supervisor:
 
     def start(self) -> None:
         """Start every process and the watcher."""
+        self._follow_life(time.monotonic())
         for child in self.children:
-            child.spawn()
-            self._out.say(f"{child.placement.line}, pid {child.pid}")
+            if self._may_start(child):
+                self._spawn(child)
         self._watcher.start()
 
     def tick(self) -> None:
         """Look at every process once and do what is due; `failure` is set if the run cannot go on."""
         self._begin_restarts()
         now = time.monotonic()
+        left = [(child, code) for child in self.children if (code := child.poll()) is not None]
+        for child, code in sorted(left, key=lambda each: each[1] == PEER_LOST):  # first who did not leave for another
+            self._left(child, code)
+        self._follow_life(now)
         for child in self.children:
-            code = child.poll()
-            if code is not None:
-                self._left(child, code)
-            elif child.state == WAITING and now >= child.not_before:
-                child.spawn()
-                self._out.say(f"{child.name} started again, pid {child.pid}")
+            if child.state == WAITING and now >= child.not_before and self._may_start(child):
+                self._spawn(child)
             elif child.state == STARTING:
                 self._look_at_start(child, now)
             elif child.state == STOPPING and now > child.kill_at:
@@ -135,6 +147,68 @@ class Supervisor:
         if self._watcher.is_alive():
             self._watcher.join(5)
 
+    def _may_start(self, child: Child) -> bool:
+        return child.placement.role == TARGET or not self._life_over
+
+    def _spawn(self, child: Child) -> None:
+        again = child.started_at > 0
+        child.extra_environment = self._environment(child)
+        child.spawn()
+        self._out.say(
+            f"{child.name} started again, pid {child.pid}" if again else f"{child.placement.line}, pid {child.pid}"
+        )
+
+    def _environment(self, child: Child) -> dict[str, str]:
+        """What a process must know of the others; for drafters the variables that torchrun would set."""
+        fleet = self._hosts.fleet
+        values = {TARGETS_ENV: Targets(fleet.first_target, len(self.side(TARGET)), fleet.num_targets).text}
+        if child.placement.role == TARGET or self._life is None:
+            return values
+        here = self.side(DRAFTER)
+        values |= {
+            "RANK": str(child.placement.rank),
+            "WORLD_SIZE": str(fleet.num_drafters),
+            "LOCAL_RANK": str(here.index(child)),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            "MASTER_ADDR": self._life.address,
+            "MASTER_PORT": str(self._life.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "DFLASH_RENDEZVOUS_S": str(RENDEZVOUS_S),
+        }
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if name not in os.environ and self._life.interface:
+                values[name] = self._life.interface
+        return values
+
+    def _follow_life(self, now: float) -> None:
+        """End the drafters' life here when it is over elsewhere; begin the next when all are gone everywhere."""
+        drafters = self.side(DRAFTER)
+        number = self._life.number if self._life else 0
+        if not self._life_over and self._hosts.is_over(number) and not self.finished:
+            self._out.warn("another host ended the drafters' life: they are restarted here too")
+            self._end_life(now)
+        idle = all(child.pid is None and now >= child.not_before for child in drafters)
+        if not self._life_over or not idle or not any(child.state == WAITING for child in drafters):
+            return
+        self._hosts.report(number, over=True, down=True)
+        life = self._hosts.life()
+        if life is not None and life.number > number:
+            self._life, self._life_over = life, False
+            self._hosts.report(life.number, over=False, down=False)
+
+    def _end_life(self, not_before: float, but: Child | None = None) -> None:
+        """Kill the drafters here (but one that is gone), to be started again in the next life."""
+        self._life_over = True
+        for child in self.side(DRAFTER):
+            if child is but:
+                continue
+            child.not_before = not_before
+            if child.pid is None:
+                child.state = WAITING
+            else:
+                child.restart_asked = True
+                child.kill()
+
     def _watch(self) -> None:
         while not self._closing.is_set():
             for child in self.children:
@@ -157,15 +231,19 @@ class Supervisor:
 
     def _left(self, child: Child, code: int) -> None:
         """Decide what becomes of a process that has left."""
-        if child.restart_asked:
+        together = child.placement.role == DRAFTER and self._hosts.fleet.num_drafters > 1
+        if child.restart_asked and code not in FINAL_CODES:
             child.state = WAITING
-        elif child.state == STOPPING or self.failure is not None:
+        elif (child.state == STOPPING and not child.restart_asked) or self.failure is not None:
             child.state = STOPPED
         elif code == 0 and child.work_is_done:
             child.state = FINISHED
             self._out.say(f"{child.name} has finished")
         elif code in FINAL_CODES:
             self._fail(child, f"left with {exit_words(code)}", code)
+        elif code == 0 and together:  # one of them was asked to stop, on some host: all have saved and left
+            child.state, child.not_before = WAITING, time.monotonic() + self.config.supervisor.backoff_s
+            self._life_over = True
         elif not child.was_ever_ready:
             self._fail(child, f"left with {exit_words(code)} while starting", 4)
         elif child.crashes_in_a_row >= self.config.supervisor.max_restarts:
@@ -190,15 +268,17 @@ class Supervisor:
 
     def _bring_along(self, crashed: Child) -> None:
         """Restart the other drafters with a crashed one, and targets that had finished: packs are to be made again."""
-        for child in self.side(DRAFTER):
-            if child is not crashed:
-                self._restart(child, crashed.not_before)
+        self._end_life(crashed.not_before, crashed)
+        if self._life is not None:
+            self._hosts.report(self._life.number, over=True, down=False)
         for child in self.side(TARGET):
             if child.state == FINISHED:
                 child.state, child.not_before = WAITING, crashed.not_before
 
     def _restart(self, child: Child, not_before: float) -> None:
         child.not_before = not_before
+        if child.placement.role == DRAFTER:
+            self._life_over = True
         if child.pid is None:
             child.state = WAITING
             return

@@ -107,6 +107,7 @@ class Viewer:
             "rings": rings,
             "processes": [self._process(process) for process in status["processes"]],
             "gpus": self._gpus,
+            "hosts": status.get("hosts", []),
         }
 
     def occupancies(self, name: str) -> list[int]:
@@ -156,7 +157,8 @@ class Viewer:
 
     def _eta_s(self) -> float | None:
         """Seconds until the planned steps are done at the present pace, or until max_seconds; None if unknown."""
-        series = self._metrics.series.get((DRAFTER, 0))
+        lead = self._metrics.lead(DRAFTER)
+        series = self._metrics.series.get(lead)
         if not series or self._config is None or not self._status.get("launcher_pid"):
             return None
         training = self._config.training
@@ -166,7 +168,7 @@ class Viewer:
         goal = min((each for each in goals if each), default=None)
         if goal and pace_s is not None:
             limits.append(max(0.0, (goal - series[-1]["step"]) * pace_s))
-        began = self._metrics.first[DRAFTER, 0]["time"]
+        began = self._metrics.first[lead]["time"]
         if training.max_seconds:
             limits.append(max(0.0, training.max_seconds - (time.time() - began)))
         return round(min(limits), 1) if limits else None
