@@ -2,7 +2,7 @@
 
     drafter.safetensors    the drafter's weights by their public names (docs/drafter.md)
     state.safetensors      everything else that training needs: masters, moments, step, generator
-    checkpoint.json        step, trained packs (ranges), drafter shape, target, configuration
+    checkpoint.json        step, trained packs (ranges: a watermark and the gaps), what it is bound to, configuration
     complete.json          size and SHA-256 of each file above; written last, inside the folder, before the rename
 
 A folder is written under a temporary name, fsynced and renamed. Resume takes the newest complete one and says which
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -64,29 +65,52 @@ def save_checkpoint(
 ) -> Path:
     """Write folder/step-N and return its path; older ones stay.
 
-    Raises CheckpointError for a full disk and for weights that are not finite.
+    Twice the size must be free. Raises CheckpointError, with the older checkpoints as they were, for a disk that is
+    full or fails, and for weights that are not finite.
     """
     for name, tensor in drafter.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"checkpoint step {step}: {name} is not finite; not written")
-    need = 2 * sum(tensor.numel() * tensor.element_size() for tensor in (*drafter.values(), *state.values()))
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise CheckpointError(f"checkpoint step {step}: {folder} has {free} bytes free, {need} wanted; not written")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*drafter.values(), *state.values()))
     temporary = folder / f".step-{step}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    final = folder / f"step-{step}"
     try:
-        _write(temporary, step, drafter, state, trained, meta)
-        final = folder / f"step-{step}"
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _fsync(folder)
-    except OSError as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < 2 * size:
+            raise CheckpointError(
+                f"checkpoint step {step}: {folder} has {free:,} bytes free, {2 * size:,} wanted; "
+                "not written, older ones are kept; free some space"
+            )
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint step {step}: {folder}: {error.strerror}; not written") from error
+        _write(temporary, step, drafter, state, trained, meta)
+        _put_in_place(temporary, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"checkpoint step {step}: {folder}: {reason} ({size:,} bytes to write, {_free(folder)} free); not "
+            "written, older ones are kept"
+        ) from error
     return final
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename a complete folder to its name; one that stands there is set aside first and deleted last."""
+    old = temporary.with_name(f"{temporary.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free:,}"
+    except OSError:
+        return "unknown"
 
 
 def _write(
@@ -102,10 +126,10 @@ def _write(
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary / FILES[1])
     facts = {"step": step, "trained": to_ranges(trained), **meta}
     write_atomically(temporary / FILES[2], json.dumps(facts, indent=1))
-    marker = {name: _describe(temporary / name) for name in FILES}
-    write_atomically(temporary / "complete.json", json.dumps(marker, indent=1))
     for name in FILES:
         _fsync(temporary / name)
+    marker = {name: _describe(temporary / name) for name in FILES}
+    write_atomically(temporary / "complete.json", json.dumps(marker, indent=1))
     _fsync(temporary)
 
 
@@ -131,8 +155,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def keep_newest(folder: Path, keep: int) -> None:
     """Delete all but the `keep` newest checkpoints; step-0, the initial weights, always stays. Clears left-overs."""
     saved = sorted((path for path in folder.glob("step-*") if _step_of(path) > 0), key=_step_of)
-    for path in saved[:-keep]:
-        shutil.rmtree(path)
+    for path in saved[:-keep]:  # renamed first: half of a checkpoint is never taken for one
+        shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
 

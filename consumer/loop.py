@@ -21,15 +21,18 @@ from typing import Any
 
 import torch
 
+from configs.load import ConfigError
+from configs.resume import conflicts, digest_of
 from configs.run_files import read_plan, read_trained, write_atomically
 from configs.schema import Config
 from configs.targets import targets_of
 from consumer.capture import prepare
-from consumer.checkpoint import Checkpoint, CheckpointError, keep_newest, newest_checkpoint, save_checkpoint
+from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from consumer.distributed import Ranks, Turn
 from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
+from consumer.saver import Saver
 from consumer.selfcheck import self_check
 from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
@@ -128,6 +131,7 @@ class Trainer:
         self._ranks = ranks
         self._config, self._plan, self._run_dir, self._log = config, plan, run_dir, log
         self._folder = run_dir / "checkpoints"
+        self._saver = Saver(self._folder, config.checkpoint.keep, log)
         dtype = step_dtype(config.training.precision, device)
         drafter = make_drafter(config, plan, device, log)
         head = make_head(plan, dtype, device)
@@ -137,6 +141,7 @@ class Trainer:
             micro_steps=config.training.micro_steps,
         )  # fmt: skip
         saved = self._newest()
+        self._resumed_from = saved.path if saved else None
         if saved is not None:
             self._restore(saved)
         ranks.share(self.step.shared_state())
@@ -155,6 +160,7 @@ class Trainer:
         self._open_packs: list[int] = []
         self._micro_done = 0
         self._clock_s = self._seconds_before
+        self._aim_at_the_time_limit()  # as before the interruption
         self._save_asked = False
         self._last_saved = self.step.step
         self.log_every_steps = config.training.log_every_steps
@@ -168,7 +174,20 @@ class Trainer:
         """The newest complete checkpoint; None on every rank but 0."""
         if self._ranks.rank > 0:
             return None
-        return newest_checkpoint(self._folder, lambda line: self._log("checkpoint", detail=line))
+        saved = newest_checkpoint(self._folder, lambda line: self._log("checkpoint", detail=line))
+        differing = conflicts(saved.meta.get("identity", {}), self._identity, str(saved.path)) if saved else []
+        if saved and differing and not saved.step:
+            self._log("checkpoint", detail=f"{saved.path} holds no training and does not fit: made anew")
+            return None
+        if differing:
+            raise ConfigError(differing)
+        return saved
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint of this run is bound to."""
+        shape = {f"drafter: {key}": value for key, value in shape_as_dict(self.step.shape).items()}
+        return {**self._plan.get("identity", {}), **shape}
 
     def _plan_steps(self, num_trained: int) -> int:
         """Steps after which the packs are trained, if every rank always has one: what the learning rate aims at."""
@@ -210,7 +229,7 @@ class Trainer:
     def checkpoint_due(self) -> bool:
         """Whether one was asked for, or enough steps have passed since the last; never in the middle of a step."""
         due = self.step.step - self._last_saved >= self._config.checkpoint.every_steps
-        return (due or self._save_asked) and not self.in_a_step
+        return (due or self._save_asked) and not self.in_a_step and not self._saver.busy
 
     def hear(self, turn: Turn) -> None:
         """Follow rank 0's clock and any rank's wish for a checkpoint."""
@@ -248,35 +267,35 @@ class Trainer:
             reachable = int(self.step.step * limit_s / max(self._clock_s, 1e-3))
             self.step.total_steps.fill_(min(self._total_steps, max(reachable, self.step.step)))
 
-    def save(self) -> Path | None:
-        """Write a checkpoint; one that cannot be written is reported, and training goes on with the older ones."""
+    def save(self) -> None:
+        """Begin to write a checkpoint; one that cannot be written is reported, and training goes on with older ones."""
         self._save_asked = False
+        self._last_saved = self.step.step
         if self._ranks.rank > 0:
-            self._last_saved = self.step.step
-            return None
+            return
+        config = self._config.model_dump(mode="json")
         meta = {
+            "identity": self._identity,
             "shape": shape_as_dict(self.step.shape),
             "target": self._plan["target"],
             "draft_vocab": self._plan["draft_vocab"],
+            "template": self._plan.get("data_report", {}).get("template"),
             "data_digest": self._plan["data_digest"],
+            "config_digest": digest_of(config),
             "generation": self.journal.generation,
             "train_seconds": round(self.train_seconds, 3),
-            "config": self._config.model_dump(mode="json"),
+            "planned_steps": int(self.step.total_steps),
+            "config": config,
         }
         weights = self.step.drafter.state_dict()
-        try:
-            path = save_checkpoint(self._folder, self.step.step, weights, self.step.state(), self.journal.trained, meta)
-        except CheckpointError as error:
-            self._log("checkpoint failed", detail=str(error))
-            return None
-        keep_newest(self._folder, self._config.checkpoint.keep)
-        self._last_saved = self.step.step
-        self._log("checkpoint", step=self.step.step, path=str(path), packs=len(self.journal.trained))
-        return path
+        self._saver.start(self.step.step, weights, self.step.state(), self.journal.trained, meta)
 
     def finish(self) -> None:
         """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError."""
-        path = self.save() if self._last_saved != self.step.step else self._folder / f"step-{self.step.step}"
+        path = self._saver.wait() or self._resumed_from
+        if path is None or path.name != f"step-{self.step.step}":
+            self.save()
+            path = self._saver.wait()
         if path is None and self._ranks.rank == 0:
             raise CheckpointError(f"{self._folder}: the final checkpoint could not be written; free space and resume")
         path = self._ranks.from_first(path)  # the others leave when it is written

@@ -18,6 +18,7 @@ import transformers
 
 from configs.load import ConfigError, load_config
 from configs.pack import pack_fields
+from configs.resume import conflicts
 from configs.run_files import plan_path, write_atomically
 from configs.schema import Config
 from ops.telemetry import Log
@@ -35,6 +36,7 @@ from shm_ring import Field, SlotSpec
 
 CACHE_FOLDER = ".data"
 """Beside the run folders, where data.cache_folder is not set."""
+HEADER_BYTES = 1 << 16
 
 
 def main() -> int:
@@ -63,6 +65,14 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log)
     documents = Documents(run_dir / "data")
     check_tokens(documents, target, tokenizer)
+    identity = {
+        "target.model": f"{target.name} ({target_digest(folder.path)})",
+        "target.target_layer_ids": list(target.target_layer_ids),
+        "pack.tokens": config.pack.tokens,
+        "data": f"{digest[:16]} ({len(documents)} documents, {report.tokens} tokens)",
+        "run.seed": config.run.seed,
+    }
+    check_resume(run_dir, identity)
     schedule = schedule_of(documents, digest, config)
     _report(log, report, schedule.num_packs, schedule.fill())
     plan = {
@@ -70,6 +80,7 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
         "target_origin": folder.origin,
         "slot_spec": slot_spec(config, target, digest).to_json(),
         "data_digest": digest,
+        "identity": identity,
         "data_report": report.as_dict(),
         "num_documents": len(documents),
         "num_packs": schedule.num_packs,
@@ -147,6 +158,28 @@ def draft_vocabulary(documents: Documents, target: TargetDescription, size: int 
     counts = documents.token_counts(target.vocab_size)
     chosen = np.argsort(-counts, kind="stable")[:size]
     return sorted(int(token) for token in chosen)
+
+
+def target_digest(folder: Path) -> str:
+    """Identity of a target wherever its folder stands: its config, and the names, sizes and headers of its weights."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(HEADER_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def check_resume(run_dir: Path, identity: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint that was trained with other taps, packs, data or target. Raises ConfigError."""
+    saved = [path for path in (run_dir / "checkpoints").glob("step-*/complete.json") if path.parent.name != "step-0"]
+    if saved:
+        newest = max((path.parent for path in saved), key=lambda path: int(path.name.removeprefix("step-")))
+        try:
+            meta = json.loads((newest / "checkpoint.json").read_text())
+        except (OSError, ValueError):  # damaged: the drafter rejects it, takes an older one and looks again
+            return
+        if differing := conflicts(meta.get("identity", {}), identity, str(newest)):
+            raise ConfigError(differing)
 
 
 def check_tokens(documents: Documents, target: TargetDescription, tokenizer: Any) -> None:

@@ -1,0 +1,40 @@
+"""What a checkpoint is bound to: resumed with another target, other taps, packs or data, it would be silently wrong.
+
+A pack id means something only with the data, seed and pack size that it was counted with; features only with the taps
+and the target. Everything else (learning rate, decay, anchors, loss, numbers of processes) may change at a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Identity = Mapping[str, Any]
+
+
+def conflicts(saved: Identity, now: Identity, checkpoint: str) -> list[str]:
+    """Word each difference between what a checkpoint was trained with and what is asked for now, with both values.
+
+    A name that only one of them has is no difference: an older version did not write it.
+    """
+    return [
+        f"{name}: {checkpoint} was trained with {_shown(saved[name])}, this run has {_shown(now[name])}; "
+        "set it back, or start a new run (--name)"
+        for name in saved
+        if name in now and _plain(saved[name]) != _plain(now[name])
+    ]
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a complete configuration as plain data."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return str(_plain(value))
