@@ -144,7 +144,9 @@ class TrainStep:
         if self.carried is None:
             raise RuntimeError("run_micro: this step was made with micro_steps 1")
         self.flat.zero_norm_grads()
+        self.number.add_(1)  # the anchors are those of the step that this is a part of
         self.carried.add(self.flat.grads, self._backward())
+        self.number.sub_(1)
 
     def on_device(self) -> None:
         """Do what `run` does, in tensors alone: this is what is captured."""

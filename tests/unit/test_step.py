@@ -32,7 +32,9 @@ def pack_of(seed: int = 0, supervised: float = 1.0) -> PackTensors:
     )
 
 
-def step_of(pack: PackTensors | None = None, seed: int = 5, dtype=None, attention=None, **optimizer) -> TrainStep:
+def step_of(
+    pack: PackTensors | None = None, seed: int = 5, dtype=None, attention=None, micro_steps: int = 1, **optimizer
+) -> TrainStep:
     shape = DrafterShape(HIDDEN, 24, 2, 2, 1, 8, 2, SIZE, (SLIDING, FULL), 8, True, 1e-6, 1e4, VOCAB - 1, VOCAB)
     generator = torch.Generator().manual_seed(2)
     drafter = Drafter(shape)
@@ -41,7 +43,7 @@ def step_of(pack: PackTensors | None = None, seed: int = 5, dtype=None, attentio
     settings = OptimizerConfig(**({"lr": 1e-2, "warmup_share": 0.1} | optimizer))
     return TrainStep(
         drafter, head, pack or pack_of(), AnchorsConfig(num=12), LossConfig(chunk_rows=10), settings, 100, seed,
-        dtype=dtype, attention=attention,
+        dtype=dtype, attention=attention, micro_steps=micro_steps,
     )  # fmt: skip
 
 
