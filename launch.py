@@ -58,6 +58,15 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _prepare(options: argparse.Namespace) -> int:
+    from configs.load import load_config
+    from ops.run import run
+
+    overrides = list(options.set) + ([f"run.name={options.name}"] if options.name else [])
+    overrides += ["data.regenerate.enabled=true"] if options.regenerate else []
+    return run(load_config(options.config, overrides), options.modules, prepare_only=True)
+
+
 def _status(options: argparse.Namespace) -> int:
     from ops import commands
 
@@ -196,6 +205,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="address of node 0 and a free port there, where all meet")
 
 
+def _prepare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, see configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    parser.add_argument("--name", help="name of the run (run.name)")
+    parser.add_argument("--regenerate", action="store_true", help="let the target rewrite the answers")
+
+
 def _of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder; the newest live run if left out")
     parser.add_argument("--folder", default="runs", help="where run folders are kept")
@@ -280,6 +296,7 @@ def _no_options(_parser: argparse.ArgumentParser) -> None:
 Command = tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]
 COMMANDS: dict[str, Command] = {
     "run": (_run, "run a configuration (the word may be left out)", _run_options),
+    "prepare": (_prepare, "read, tokenise and report a run's data, without training", _prepare_options),
     "status": (_status, "state, pids, occupancy and steps of a run's processes", _status_options),
     "dashboard": (_dashboard, "watch a run: rings, rates, states, and which side holds it up", _dashboard_options),
     "restart": (_restart, "restart one side alone; the other keeps its model loaded", _restart_options),

@@ -19,6 +19,7 @@ from typing import Any
 
 from configs.run_files import read_plan
 from configs.schema import Config
+from ops import data_report
 from ops.commander import Commander, for_others
 from ops.control import set_title
 from ops.devices import Map, find_gpus, place
@@ -77,10 +78,12 @@ def run_folder(config: Config) -> Path:
     return (Path(config.run.folder) / config.run.name).absolute()
 
 
-def run(config: Config, modules: Modules | None = None, where: HostPlace | None = None) -> int:
+def run(
+    config: Config, modules: Modules | None = None, where: HostPlace | None = None, prepare_only: bool = False
+) -> int:
     """Run a configuration to its end and return the exit code; raises OpsError, ConfigError or RingError.
 
-    `where`: which of several hosts this one is; None for a run on one host.
+    `where`: which of several hosts this one is; None for a run on one host. `prepare_only`: end with the data report.
     """
     run_dir = run_folder(config)
     places = None if where else _places(config)  # with several hosts the others are to hear of a refusal
@@ -90,7 +93,8 @@ def run(config: Config, modules: Modules | None = None, where: HostPlace | None 
         out = Output(log_path(run_dir, LAUNCHER))
         set_title(f"dflash {config.run.name} {LAUNCHER}")
         try:
-            return Launch(config, run_dir, places, modules or Modules(), interrupts, out, where).run()
+            launch = Launch(config, run_dir, places, modules or Modules(), interrupts, out, where)
+            return launch.run(prepare_only)
         except Interrupted:
             out.say("interrupted: nothing is running any more")
             return INTERRUPTED
@@ -136,13 +140,14 @@ class Launch:
             self.hosts = JoinedHosts(where, config, limit_s, lambda: for_others(self.commander.status()))
         self.commander = Commander(config, run_dir, os.getpid(), interrupts.stop_once, self.hosts)
 
-    def run(self) -> int:
+    def run(self, prepare_only: bool = False) -> int:
         """Go through the stages; see the top of the file."""
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, runtime_dir(self.run_dir), ignore_errors=True)
             self.out.say(f"run {self.config.run.name}: {self.run_dir}, launcher pid {os.getpid()}")
             clean_left_overs(self.config.run.name, self.out.say, lambda: self.interrupts.asked)
-            set_results_aside(self.run_dir)
+            if not prepare_only:
+                set_results_aside(self.run_dir)
             write_config(self.run_dir, self.config)
             end_last_line(self.run_dir)
             self.commander.start()
@@ -150,12 +155,23 @@ class Launch:
             stack.enter_context(self._joined())
             for warning in self.places.warnings:
                 self.out.warn(warning)
-            on_gpu = ["--on-gpu"] if self.places.of(TARGET)[0].gpu is not None else []
-            self._stage("prepare", [self.modules.prepare, *on_gpu], TARGET)
+            self._prepare()
+            if prepare_only:
+                return DONE
             self._wait_for_data()
             self._train()
             self._stage_evaluation()
             return self._summarise()
+
+    def _prepare(self) -> None:
+        """Have answers rewritten if that is asked for, data tokenised and packs planned; show the report."""
+        on_gpu = ["--on-gpu"] if self.places.of(TARGET)[0].gpu is not None else []
+        if self.config.data.regenerate.enabled:
+            self._stage("regenerate", [self.modules.regenerate], TARGET)
+        self._stage("prepare", [self.modules.prepare, *on_gpu], TARGET)
+        plan = read_plan(self.run_dir)
+        if "data_report" in plan:
+            self.out.show(data_report.draw(plan))
 
     @contextmanager
     def _joined(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ _WATCH_START_S = 0.1
 class Modules:
     """The programs of a run; tests put others in their place."""
 
+    regenerate: str = "producer.corpus.regenerate"
     prepare: str = "producer.prepare"
     target: str = "producer"
     drafter: str = "consumer"

@@ -25,6 +25,7 @@ from ops.telemetry import Log
 from producer.corpus.cache import fail_on_skipped, tokenized
 from producer.corpus.chat import END_OF_TURN_OUTSIDE, has_markers
 from producer.corpus.documents import DataError, Documents
+from producer.corpus.regenerate import cache_folder, with_regenerated
 from producer.corpus.report import DataReport
 from producer.corpus.schedule import schedule_of
 from producer.corpus.selection import select
@@ -34,8 +35,6 @@ from producer.target import TargetDescription, TargetError, describe_target
 from producer.target_source import TargetNotFound, find_target
 from shm_ring import Field, SlotSpec
 
-CACHE_FOLDER = ".data"
-"""Beside the run folders, where data.cache_folder is not set."""
 HEADER_BYTES = 1 << 16
 
 
@@ -97,9 +96,10 @@ def prepare_data(run_dir: Path, config: Config, tokenizer: Any, folder: Path, lo
 
     Raises DataError, SourceError, TokenizingFailed.
     """
-    data, pack_tokens = config.data, config.pack.tokens
+    data = with_regenerated(config, run_dir) if config.data.regenerate.enabled else config.data
+    pack_tokens = config.pack.tokens
     limit = min(data.max_document_tokens or pack_tokens, pack_tokens)
-    cache = Path(data.cache_folder) if data.cache_folder else run_dir.parent / CACHE_FOLDER
+    cache = cache_folder(data, run_dir)
     corpus = tokenized(
         data, tokenizer, str(folder), limit, cache, run_dir / "data", lambda line: log("data", detail=line), _progress
     )

@@ -117,7 +117,7 @@ def _make(
     rows = RowTokenizer(config, tokenizer, limit)
     digest = hashlib.sha256()
     began = shown = time.monotonic()
-    chunks = _limited(read_chunks(config.sources), config.max_documents)
+    chunks = limited(read_chunks(config.sources), config.max_documents)
     for batch in tokenize(chunks, rows, tokenizer_folder, config, limit):
         if batch.skipped and config.bad_rows == "fail":
             _fail(*batch.skipped[0])
@@ -152,7 +152,7 @@ def _fail(reason: str, place: str, detail: str) -> None:
     raise DataError(f"{place}: {reason}{more}; mend the row, or set data.bad_rows: skip")
 
 
-def _limited(chunks: Iterator[Any], limit: int | None) -> Iterator[Any]:
+def limited(chunks: Iterator[Any], limit: int | None) -> Iterator[Any]:
     """Stop after `limit` rows."""
     left = limit
     for chunk in chunks:

@@ -68,9 +68,9 @@ class Documents:
         return np.flatnonzero(self._corpus.counts()[0])
 
 
-def data_digest(content: str, kept: NDArray[np.int64], sources: NDArray[np.uint16], config: DataConfig) -> str:
+def data_digest(content: str, kept: NDArray[np.int64], config: DataConfig) -> str:
     """Identity of what is trained on: the tokens and masks, which documents, and how often each source's."""
-    weights = [source.weight for source in config.sources] if len(set(sources.tolist())) else []
+    weights = [source.weight for source in config.sources]
     digest = hashlib.sha256(content.encode())
     digest.update(np.ascontiguousarray(kept, dtype="<i8").data)
     digest.update(json.dumps(weights).encode())

@@ -1,80 +1,175 @@
-"""Write a chat corpus whose answers come from the target itself (greedy), which is what a drafter should learn.
+"""Rewrite the answers of a run's sources with the target itself, which is what a drafter should learn.
 
-Resumable: prompts whose answer is already in the output file are skipped, and each batch is appended as it is done.
+    python -m producer.corpus.regenerate --run-dir RUN       (or: python launch.py prepare CONFIG --regenerate)
 
-    python -m producer.corpus.regenerate --model MODEL --prompts prompts.jsonl --out answers.jsonl
-
-Each line of the prompts file has `prompt`; each line of the output has `messages` (user, assistant).
+Each row of a source becomes one line of CACHE/regenerated-KEY-SOURCE.jsonl, in order: a conversation with every answer
+written anew after the new ones before it, a text as it is, a row that cannot be used as the reason why. So a run that
+was interrupted goes on after the last whole line. Preparation then reads these files in the sources' place.
+Exit codes: 0 done, 2 configuration, 3 data, 5 resources.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from tqdm import tqdm
+from configs.load import ConfigError, load_config
+from configs.schema import Config, DataConfig, SourceConfig
+from ops.telemetry import Log
+from producer.corpus.answers import AnswerFailed, Rewriter, ServerRewriter, TransformersRewriter
+from producer.corpus.cache import key_of, limited
+from producer.corpus.conversation import BadRow, Conversation, conversation_of
+from producer.corpus.sources import Row, SourceError, fingerprint, read_chunks
+from producer.target_source import TargetNotFound, find_target
 
-from producer.target_source import find_target
+Item = Conversation | dict[str, Any]
+"""A conversation to answer, or a line that is passed on as it is."""
 
 
 def main() -> int:
-    """Generate the missing answers; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Answer prompts with the target, greedily")
-    parser.add_argument("--model", required=True, help="folder or hub id of the target")
-    parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines() if line.strip()]
-    done = _answered(arguments.out)
-    missing = list(dict.fromkeys(prompt for prompt in prompts if prompt not in done))
-    print(f"{len(prompts)} prompts, {len(done)} answered before, {len(missing)} to do")
-    folder = find_target(arguments.model, None, print).path
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
-    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval()
-    with arguments.out.open("a", encoding="utf-8") as out:
-        for batch in tqdm(list(_batches(missing, tokenizer, arguments.batch_size)), desc="regenerate"):
-            for prompt, answer in zip(
-                batch, answer_batch(model, tokenizer, batch, arguments.max_new_tokens), strict=True
-            ):
-                if answer:
-                    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-                    out.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
-            out.flush()
+    """Write the missing answers of the run named on the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m producer.corpus.regenerate", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = parser.parse_args().run_dir
+    log = Log("regenerate", 0)
+    try:
+        regenerate(load_config(run_dir / "config.yaml"), run_dir, log)
+    except (ConfigError, TargetNotFound, SourceError, AnswerFailed) as error:
+        print(str(error), file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"regenerate: {error}", file=sys.stderr)
+        return 5
     return 0
 
 
-@torch.inference_mode()
-def answer_batch(model: Any, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Answer `prompts` greedily, all in one batch; an answer cut off by the limit is kept as it is."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
-    answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [str(answer).strip() for answer in answers]
+def regenerate(config: Config, run_dir: Path, log: Log) -> None:
+    """Write what is missing of each source's file. Raises SourceError, AnswerFailed, TargetNotFound, OSError."""
+    rewriter: Rewriter | None = None
+    for number, file in enumerate(regenerated_files(config, run_dir)):
+        if file.exists():
+            log("regenerate", detail=f"{config.data.sources[number].path}: answered before, in {file}")
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rewriter = rewriter or _make_rewriter(config, log)
+        _rewrite_source(config.data, number, file, rewriter, log)
 
 
-def _answered(path: Path) -> set[str]:
-    if not path.exists():
-        return set()
-    return {json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines() if line.strip()}
+def regenerated_files(config: Config, run_dir: Path) -> list[Path]:
+    """Where the rewritten rows of each source are, or will be: named by everything that shapes them."""
+    data = config.data
+    asked = data.regenerate.model_dump(exclude={"enabled", "server", "batch_size", "timeout_s"})
+    parts = {
+        "target": [config.target.model, config.target.revision],
+        "asked": asked,
+        "kwargs": data.chat_template_kwargs,
+        "max_documents": data.max_documents,
+    }
+    cache = cache_folder(data, run_dir)
+    files = []
+    for number, source in enumerate(data.sources):
+        own = {**parts, "source": [source.path, source.kind, fingerprint(source, number)]}
+        files.append(cache / f"regenerated-{key_of(own)}-{number}.jsonl")
+    return files
 
 
-def _batches(prompts: list[str], tokenizer: Any, size: int) -> Iterator[list[str]]:
-    """Group prompts of near-equal length, so that little is padded."""
-    ordered = sorted(prompts, key=lambda prompt: len(tokenizer(prompt)["input_ids"]))
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+def with_regenerated(config: Config, run_dir: Path) -> DataConfig:
+    """The data section with the rewritten files in the sources' place. Raises SourceError if one is missing."""
+    sources = []
+    for source, file in zip(config.data.sources, regenerated_files(config, run_dir), strict=True):
+        if not file.exists():
+            raise SourceError(
+                f"data.regenerate: the answers for {source.path} are not all written; run 'prepare' again"
+            )
+        name = source.name or source.path
+        sources.append(SourceConfig(path=str(file), kind="auto", weight=source.weight, name=name))
+    return config.data.model_copy(update={"sources": tuple(sources)})
+
+
+CACHE_FOLDER = ".data"
+"""Beside the run folders, where data.cache_folder is not set."""
+
+
+def cache_folder(data: DataConfig, run_dir: Path) -> Path:
+    """Where tokenised and rewritten data are kept."""
+    return Path(data.cache_folder) if data.cache_folder else run_dir.parent / CACHE_FOLDER
+
+
+def _make_rewriter(config: Config, log: Log) -> Rewriter:
+    asked = config.data.regenerate
+    if asked.server is not None:
+        log("regenerate", server=asked.server, under_way=asked.batch_size)
+        return ServerRewriter(asked, asked.server_model or config.target.model, config.data.chat_template_kwargs)
+    folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
+    device = os.environ.get("DFLASH_DEVICE", "cpu")
+    log("regenerate", device=device, batch_size=asked.batch_size)
+    return TransformersRewriter(asked, folder.path, config.target.dtype, device, config.data.chat_template_kwargs)
+
+
+def _rewrite_source(data: DataConfig, number: int, file: Path, rewriter: Rewriter, log: Log) -> None:
+    partial = file.with_suffix(".partial")
+    done = _whole_lines(partial)
+    if done:
+        log("regenerate", detail=f"{data.sources[number].path}: going on after {done} rows")
+    rows = (row for chunk in limited(_chunks(data, number), data.max_documents) for row in chunk.rows())
+    items = (_item(row, data.sources[number]) for row in islice(rows, done, None))
+    began = shown = time.monotonic()
+    written = 0
+    with partial.open("a", encoding="utf-8") as out:
+        for line in rewriter.rewrite(items):
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+            written += 1
+            if time.monotonic() - shown > 0.5:
+                shown = time.monotonic()
+                _progress(f"regenerating: {done + written:,} rows, {written / (shown - began):.1f} rows/s")
+    log("regenerate", detail=f"{data.sources[number].path}: {done + written} rows, {written} of them now", file=file)
+    partial.rename(file)
+
+
+def _chunks(data: DataConfig, number: int) -> Iterator[Any]:
+    return read_chunks((data.sources[number],))
+
+
+def _item(row: Row, source: SourceConfig) -> Item:
+    """What is to be done with a row; texts are passed on, and rows that cannot be used say why."""
+    try:
+        if row.content is None:
+            raise BadRow(row.fault)
+        if source.kind == "text" or isinstance(row.content, str):
+            return row.content if isinstance(row.content, dict) else {"text": row.content}
+        conversation = conversation_of(row.content, answered=False)
+    except BadRow as bad:
+        return {"skipped": bad.reason, "place": row.place}
+    if conversation is not None:
+        return conversation
+    return row.content if isinstance(row.content, dict) else {"skipped": "no_known_fields", "place": row.place}
+
+
+def _whole_lines(partial: Path) -> int:
+    """Count the whole lines of an unfinished file, and cut off a torn one."""
+    if not partial.exists():
+        return 0
+    lines = size = 0
+    with partial.open("rb+") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                lines += 1
+                size += len(line)
+        file.truncate(size)
+    return lines
+
+
+def _progress(text: str) -> None:
+    sys.stdout.write(f"{text}\r")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def select(config: DataConfig, corpus_folder: Path, run_data: Path, tokenizer: A
         reasons = ", ".join(f"{reason} {count}" for reason, count in report.skipped.items()) or "the sources are empty"
         more = f", {int(heldout.sum())} held out" if heldout.any() else ""
         raise DataError(f"data: no usable document left of {report.rows} rows ({reasons}{more})")
-    digest = data_digest(content_digest(corpus_folder), kept, corpus.sources(), config)
+    digest = data_digest(content_digest(corpus_folder), kept, config)
     write_view(run_data, corpus_folder, kept, {"digest": digest})
     _write_heldout(run_data, corpus, np.flatnonzero(heldout), tokenizer)
     _complete(report, corpus, heldout, dropped, row_of)

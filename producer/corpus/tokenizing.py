@@ -91,6 +91,8 @@ class RowTokenizer:
     def _tokenize(self, row: Row, kind: str) -> Document:
         if row.content is None:
             raise BadRow(row.fault)
+        if isinstance(row.content, dict) and row.content.keys() == {"skipped", "place"}:  # by regeneration
+            raise BadRow(str(row.content["skipped"]), str(row.content["place"]))
         if kind != "text" and not isinstance(row.content, str):
             conversation = conversation_of(row.content)
             if conversation is not None:

@@ -1,0 +1,209 @@
+"""Who writes answers: the target in this process, or an OpenAI-compatible server of it. Conversations in, lines out.
+
+Every answer of a conversation is written anew, in order, each after the new ones before it; a tool's reply stands as it
+was. An answer that reaches the token limit is marked (finish_reason "length") and ends its conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.schema import RegenerateConfig
+from producer.corpus.conversation import Conversation, Message
+
+Item = Conversation | dict[str, Any]
+Line = dict[str, Any]
+ATTEMPTS = 5
+FIRST_WAIT_S = 0.5
+WINDOW = 4  # requests under way or waiting to be written, per request under way
+
+
+class AnswerFailed(Exception):
+    """Answers cannot be had; what was written is kept. Exit code 5."""
+
+    exit_code = 5
+
+
+class Rewriter(Protocol):
+    """Turns a stream of items into lines, in the same order; a line that is no conversation is passed on."""
+
+    def rewrite(self, items: Iterable[Item]) -> Iterator[Line]:
+        """Yield one line per item. Raises AnswerFailed."""
+
+
+class _Dialogue:
+    """A conversation on its way: the turns that stand, and those still to come."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._left = deque(conversation.messages)
+        self._tools = conversation.tools
+        self.messages: list[Message] = []
+        if self._left[-1]["role"] != "assistant":
+            self._left.append({"role": "assistant"})
+        self._advance()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is to be written after `messages`."""
+        return bool(self._left)
+
+    @property
+    def tools(self) -> Any:
+        """The tools that the conversation may name."""
+        return self._tools
+
+    def answer(self, message: Message) -> None:
+        """Put the answer in; the old one falls away."""
+        self._left.popleft()
+        self.messages.append(message)
+        if message.get("finish_reason") == "length" or not (message.get("content") or message.get("tool_calls")):
+            self._left.clear()
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._left and self._left[0]["role"] != "assistant":
+            self.messages.append(self._left.popleft())
+
+    def line(self) -> Line:
+        """The conversation as a row."""
+        tools = {"tools": self._tools} if self._tools else {}
+        return {"messages": self.messages, **tools}
+
+
+class TransformersRewriter:
+    """Writes answers with transformers, a batch of conversations at a time."""
+
+    def __init__(
+        self, asked: RegenerateConfig, folder: Path, dtype: str, device: str, template_kwargs: dict[str, Any]
+    ) -> None:
+        """Load the whole target from `folder` onto `device`."""
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        self._asked, self._kwargs = asked, template_kwargs
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        chosen = (torch.float32 if device == "cpu" else torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=chosen).to(device).eval()
+        known = self._model.generation_config.eos_token_id or self._tokenizer.eos_token_id
+        self._ends = set(known if isinstance(known, list) else [known])
+
+    def rewrite(self, items: Iterable[Item]) -> Iterator[Line]:
+        """Yield one line per item, in order."""
+        items = iter(items)
+        while batch := list(islice(items, self._asked.batch_size)):
+            dialogues = {n: _Dialogue(item) for n, item in enumerate(batch) if isinstance(item, Conversation)}
+            while waiting := [dialogue for dialogue in dialogues.values() if dialogue.waiting]:
+                for dialogue, message in zip(waiting, self._answers(waiting), strict=True):
+                    dialogue.answer(message)
+            for number, item in enumerate(batch):
+                yield dialogues[number].line() if isinstance(item, Conversation) else item
+
+    def _answers(self, dialogues: list[_Dialogue]) -> list[Message]:
+        import torch
+
+        texts = [
+            self._tokenizer.apply_chat_template(
+                dialogue.messages, tools=dialogue.tools, tokenize=False, add_generation_prompt=True, **self._kwargs
+            )
+            for dialogue in dialogues
+        ]
+        inputs = self._tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        sampling = {"do_sample": True, "temperature": self._asked.temperature} if self._asked.temperature else {}
+        with torch.inference_mode():
+            output = self._model.generate(
+                **inputs.to(self._model.device),
+                max_new_tokens=self._asked.max_new_tokens,
+                pad_token_id=self._tokenizer.pad_token_id,
+                **(sampling or {"do_sample": False}),
+            )
+        return [self._message(row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+    def _message(self, ids: list[int]) -> Message:
+        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        text = self._tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+        return {"role": "assistant", "content": text} | ({} if end is not None else {"finish_reason": "length"})
+
+
+class ServerRewriter:
+    """Asks an OpenAI-compatible server (vLLM, SGLang); many conversations are under way at a time."""
+
+    def __init__(self, asked: RegenerateConfig, model: str, template_kwargs: dict[str, Any]) -> None:
+        """Nothing is asked yet. `model`: the target's name on the server."""
+        self._asked, self._model, self._kwargs = asked, model, template_kwargs
+        self._url = f"{str(asked.server).rstrip('/')}/chat/completions"
+
+    def rewrite(self, items: Iterable[Item]) -> Iterator[Line]:
+        """Yield one line per item, in order; a slow answer holds up the writing of later ones, not their making."""
+        pool = ThreadPoolExecutor(self._asked.batch_size, thread_name_prefix="answers")
+        under_way: deque[Future[Line]] = deque()
+        try:
+            for item in items:
+                under_way.append(pool.submit(self._line, item))
+                if len(under_way) >= WINDOW * self._asked.batch_size:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _line(self, item: Item) -> Line:
+        if not isinstance(item, Conversation):
+            return item
+        dialogue = _Dialogue(item)
+        while dialogue.waiting:
+            dialogue.answer(self._answer(dialogue))
+        return dialogue.line()
+
+    def _answer(self, dialogue: _Dialogue) -> Message:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [
+                {key: value for key, value in message.items() if key != "finish_reason"}
+                for message in dialogue.messages
+            ],
+            "max_tokens": self._asked.max_new_tokens,
+            "temperature": self._asked.temperature,
+        }
+        if dialogue.tools:
+            body["tools"] = dialogue.tools
+        if self._kwargs:
+            body["chat_template_kwargs"] = self._kwargs
+        choice = self._post(body)["choices"][0]
+        found = choice["message"]
+        message: Message = {"role": "assistant", "content": found.get("content") or ""}
+        message |= {key: found[key] for key in ("tool_calls", "reasoning_content") if found.get(key)}
+        return message | ({"finish_reason": "length"} if choice.get("finish_reason") == "length" else {})
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask once more after a failure that may pass; raises AnswerFailed."""
+        data = json.dumps(body).encode()
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=self._asked.timeout_s) as answer:
+                    found: dict[str, Any] = json.load(answer)
+                    return found
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
+                if error.code < 500 and error.code not in (408, 429):
+                    break
+            except (OSError, ValueError) as error:  # refused, broken off, timed out, no JSON
+                reason = str(getattr(error, "reason", error))
+        raise AnswerFailed(
+            f"data.regenerate.server: {self._url} ({self._model}): {reason}; what is written is kept, start again"
+        )
