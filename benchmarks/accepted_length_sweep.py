@@ -1,0 +1,209 @@
+"""One setting changed at a time, every drafter trained for the same steps on the same packs held in GPU memory.
+
+No ring and no second process here: the training step alone, so that a trial takes seconds and nothing but the setting
+differs. Part of benchmarks/accepted_length.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import accepted_length_speculators as speculators
+from benchmarks.accepted_length_measure import Reader, Text, measure
+from configs.schema import Config
+from consumer.capture import prepare
+from consumer.drafter import Drafter, DrafterShape
+from consumer.frozen_head import init_from_target, load_frozen_head
+from consumer.setup import drafter_shape
+from consumer.staging import PackTensors
+from consumer.step import TrainStep
+from evaluation.prompts import prompt_ids
+
+BASE: dict[str, dict[str, Any]] = {
+    "target": {"final_hidden": True},
+    "drafter": {"num_layers": 5, "block_size": 8, "layout": "full", "init": "target_last_layers"},
+    "anchors": {"num": 256},
+    "loss": {"decay": "exponential"},
+    "optimizer": {"lr": 1e-3},
+}
+MASK_TOKEN = 17  # a reserved row of SmolLM2's embedding
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A name and what it changes: settings by section, the share of the packs, or who trains."""
+
+    name: str
+    change: dict[str, dict[str, Any]] = field(default_factory=dict)
+    share: float = 1.0
+    theirs: bool = False
+    steps_factor: float = 1.0
+
+
+def trials(quick: bool) -> list[Trial]:
+    """What is tried, most important first."""
+    found = [
+        Trial("base"),
+        Trial("random initial weights", {"drafter": {"init": "random"}}),
+        Trial("speculators 0.9.0, random initial weights", {"drafter": {"init": "random"}}, theirs=True),
+        Trial("soft labels", {"loss": {"labels": "soft"}}),
+        Trial("D-PACE", {"loss": {"decay": "dpace"}}),
+        Trial("learning rate 2e-3", {"optimizer": {"lr": 2e-3}}),
+        Trial("learning rate 5e-4", {"optimizer": {"lr": 5e-4}}),
+        Trial("a quarter of the data", share=0.25),
+        Trial("twice the steps", steps_factor=2.0),
+        Trial("gamma 2", {"loss": {"gamma": 2.0}}),
+        Trial("64 anchors", {"anchors": {"num": 64}}),
+        Trial("sliding layers, causal in the block", {"drafter": {"layout": "sliding"}}),
+        Trial("block 16", {"drafter": {"block_size": 16}}),
+    ]
+    return found[:3] if quick else found
+
+
+class Bench:
+    """Packs in memory, and what is needed to train on them."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        target: Path,
+        corpus: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        layer_ids: tuple[int, ...],
+        quick: bool,
+    ) -> None:
+        """Read the corpus with the target: bf16 features of all packs stay on the device."""
+        self.target, self.device, self.dtype, self.quick, self.layer_ids = target, device, dtype, quick, layer_ids
+        self.tokens, self.num_steps = (256, 4) if quick else (4096, 600)
+        self.head = load_frozen_head(target, True, torch.float32, device)
+        documents = _documents(reader, corpus, self.tokens)
+        self.successor = _successors(documents)
+        self.packs = _packs(reader, documents, self.tokens, device)
+        self.num_tokens = sum(len(ids) for ids, _ in documents)
+        described = json.loads((target / "config.json").read_text())
+        self._described = {
+            "hidden": described["hidden_size"], "intermediate": described["intermediate_size"],
+            "num_heads": described["num_attention_heads"], "num_kv_heads": described["num_key_value_heads"],
+            "head_dim": described["head_dim"], "target_layer_ids": list(layer_ids),
+            "rms_eps": described["rms_norm_eps"], "rope_theta": described["rope_parameters"]["rope_theta"],
+            "mask_token_id": MASK_TOKEN, "vocab_size": described["vocab_size"],
+        }  # fmt: skip
+
+    def run(self, trial: Trial, sets: dict[str, list[Text]], deadline: float) -> dict[str, Any]:
+        """Train one drafter and measure it."""
+        began = time.monotonic()
+        settings = {name: section | trial.change.get(name, {}) for name, section in BASE.items()}
+        if self.quick:
+            settings["drafter"]["num_layers"], settings["anchors"]["num"] = 1, 8
+        config = Config.model_validate(settings)
+        shape = drafter_shape(config.drafter, self._described, None)
+        packs = self.packs[: max(1, int(trial.share * len(self.packs)))]
+        steps = int(self.num_steps * trial.steps_factor)
+        if trial.theirs:
+            drafter, steps = self._theirs(config, shape, packs, steps, deadline)
+        else:
+            drafter = self._ours(config, shape, packs, steps)
+        trained_s = time.monotonic() - began
+        found = measure(drafter.float(), self.head, sets)
+        return {
+            "trial": trial.name,
+            "block_size": shape.block_size,
+            "steps": steps,
+            "train_s": round(trained_s, 1),
+            "accept_len": {name: methods["dflash"]["accept_len"] for name, methods in found.items()},
+        }
+
+    def _initial(self, config: Config, shape: DrafterShape) -> Drafter:
+        drafter = Drafter(shape)
+        drafter.reset_parameters(torch.Generator().manual_seed(0))
+        if config.drafter.init == "target_last_layers":
+            init_from_target(drafter, self.target)
+        return drafter.to(self.device)
+
+    def _ours(self, config: Config, shape: DrafterShape, packs: list[PackTensors], steps: int) -> Drafter:
+        drafter = self._initial(config, shape)
+        current = PackTensors(**{name: value.clone() for name, value in vars(packs[0]).items()})
+        step = TrainStep(
+            drafter, self.head, current, config.anchors, config.loss, config.optimizer, steps, 0, self.dtype
+        )
+        if self.device.type == "cuda":
+            prepare(step, compile_parts=False, cuda_graph=True, say=print)
+        for number in range(steps):
+            for name, value in vars(packs[number % len(packs)]).items():
+                getattr(current, name).copy_(value)
+            step.run()
+        print({key: value for key, value in step.metrics().items() if key != "accuracy"}, flush=True)
+        finished = Drafter(shape)
+        finished.load_state_dict({name: value.detach().float().cpu() for name, value in drafter.state_dict().items()})
+        return finished.to(self.device)
+
+    def _theirs(
+        self, config: Config, shape: DrafterShape, packs: list[PackTensors], steps: int, deadline: float
+    ) -> tuple[Drafter, int]:
+        drafter = self._initial(config, shape)
+        return speculators.train(
+            shape, self.layer_ids, self.head.embedding, self.head.head, packs, steps, config.anchors.num,
+            config.optimizer.lr, self.device, drafter, print, lambda: time.monotonic() > deadline,
+        )  # fmt: skip
+
+
+def _documents(reader: Reader, corpus: Path, longest: int) -> list[tuple[list[int], int]]:
+    """Token ids of each conversation, and where its answer begins; the end of turn is part of the answer."""
+    end = reader.tokenizer.eos_token_id
+    found = []
+    for line in corpus.read_text().splitlines():
+        question, answer = (turn["content"] for turn in json.loads(line)["messages"][:2])
+        prompt = prompt_ids(reader.tokenizer, question)
+        ids = prompt + reader.tokenizer(answer, add_special_tokens=False)["input_ids"] + [end]
+        if len(prompt) + 2 < len(ids) <= longest:
+            found.append((ids, len(prompt)))
+    return found
+
+
+def _successors(documents: list[tuple[list[int], int]]) -> dict[int, int]:
+    """The most frequent successor of each token in the answers."""
+    counts: dict[int, Counter[int]] = {}
+    for ids, start in documents:
+        for before, after in zip(ids[start - 1 :], ids[start:], strict=False):
+            counts.setdefault(before, Counter())[after] += 1
+    return {token: found.most_common(1)[0][0] for token, found in counts.items()}
+
+
+def _packs(
+    reader: Reader, documents: list[tuple[list[int], int]], tokens: int, device: torch.device
+) -> list[PackTensors]:
+    """Fill packs in the given (random) order and read their documents, one forward a pack."""
+    groups: list[list[tuple[list[int], int]]] = [[]]
+    filled = 0
+    for document in documents:
+        if filled + len(document[0]) > tokens:
+            groups.append([])
+            filled = 0
+        groups[-1].append(document)
+        filled += len(document[0])
+    return [_pack(reader, group, tokens, device) for group in groups if group]
+
+
+def _pack(reader: Reader, group: list[tuple[list[int], int]], tokens: int, device: torch.device) -> PackTensors:
+    ids = torch.zeros(tokens, dtype=torch.int32)
+    mask, start = torch.zeros(tokens, dtype=torch.uint8), torch.full((tokens,), -1, dtype=torch.int32)
+    states = reader.read([row for row, _ in group])
+    width, hidden, dtype = states[0][0].shape[1], states[0][1].shape[1], states[0][0].dtype
+    features = torch.zeros(tokens, width, dtype=dtype, device=device)
+    final = torch.zeros(tokens, hidden, dtype=dtype, device=device)
+    place = 0
+    for (row, answer), (taps, last) in zip(group, states, strict=True):
+        end = place + len(row)
+        ids[place:end], start[place:end] = torch.tensor(row, dtype=torch.int32), place
+        mask[place + answer : end] = 1
+        features[place:end], final[place:end] = taps, last
+        place = end
+    return PackTensors(ids.to(device), mask.to(device), start.to(device), features, final)
