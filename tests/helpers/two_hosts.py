@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,15 +36,15 @@ class Host:
 
     def run(self, *command: str) -> list[str]:
         """A command line that runs inside this host."""
-        inside = f"mount -t tmpfs -o size=512m tmpfs /dev/shm && exec {' '.join(command)}"
+        inside = f"mount -t tmpfs -o size=512m tmpfs /dev/shm && exec {shlex.join(command)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "-m", "sh", "-c", inside]
 
-    def launch(self, *arguments: str, rdzv: str = f"10.77.0.1:{PORT}") -> subprocess.Popen[str]:
+    def launch(self, *arguments: str, module: str = "launch") -> subprocess.Popen[str]:
         """Start this host's launcher."""
-        options = ["--nnodes", "2", "--node-rank", str(self.node), "--rdzv", rdzv, *arguments]
+        options = ["--nnodes", "2", "--node-rank", str(self.node), "--rdzv", f"10.77.0.1:{PORT}", *arguments]
         folder = ["--set", f"run.folder={self.folder}"]
         self.process = subprocess.Popen(
-            self.run(sys.executable, "launch.py", str(self.config), *options, *folder),
+            self.run(sys.executable, "-m", module, str(self.config), *options, *folder),
             cwd=REPOSITORY, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
@@ -75,6 +76,15 @@ class Host:
         command = [sys.executable, "launch.py", *words, str(self.dir)]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
+    def pid_of(self, name: str) -> int:
+        """Pid of one of its processes."""
+        status = json.loads(self.ask("status", "--json").stdout)
+        return next(int(process["pid"]) for process in status["processes"] if process["name"] == name)
+
+    def launcher_log(self) -> str:
+        """What its launcher has said."""
+        return (self.dir / "logs" / "launcher.log").read_text()
+
     def processes(self) -> list[int]:
         """Pids of everything of this host that lives."""
         inside = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
@@ -87,6 +97,7 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
         if self.process is not None:
             self.process.communicate(timeout=30)
+            self.process = None
 
 
 class TwoHosts:
