@@ -174,7 +174,7 @@ class JoinedHosts:
         self._answered = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread = threading.Thread(target=self._serve if place.node == 0 else self._talk, daemon=True)
         if place.node == 0:
             self._listen()
@@ -189,6 +189,7 @@ class JoinedHosts:
         try:
             self._router.bind(f"tcp://{self._ip}:{place.port}")
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise NoResource(
                 f"--rdzv {place.address}:{place.port}: node 0 cannot listen there ({error.strerror or error}); give an "
                 "address of node 0's own host and a free port"
