@@ -279,7 +279,8 @@ class TrainingConfig(Section):
     """Gradient accumulation: draws of anchors per drafter process whose gradients make one optimizer step. With more
     than `steps_per_pack`, several packs make one step."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
-    """Type of the matrix products; masters are float32. auto: float32 on a CPU, bfloat16 on a GPU."""
+    """Type of the matrix products; masters are float32. auto: float32 on a CPU, bfloat16 on a GPU. fp8: the
+    drafter's large products in 8 bits; weight gradients, head and attention in bfloat16 (consumer/float8.py)."""
     devices: tuple[Text, ...] = ("auto",)
     """One consumer process per entry, as target.devices. Several train one drafter, data parallel."""
     collective_timeout_s: Float = Field(600.0, gt=0)

@@ -50,6 +50,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     from consumer.distributed import PeerLost, Place, Ranks
     from consumer.frozen_head import HeadError
     from consumer.loop import Unstable, run
+    from consumer.memory import TooLarge
     from consumer.staging import BadPack
     from shm_ring.errors import RingError
 
@@ -66,7 +67,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     except PeerLost as error:
         print(str(error), file=sys.stderr, flush=True)
         os._exit(error.exit_code)  # a GPU may wait for the lost rank for ever, nor may an orderly end
-    except (ConfigError, HeadError, CheckpointError, BadPack, Unstable, RingError) as error:
+    except (ConfigError, HeadError, CheckpointError, BadPack, Unstable, RingError, TooLarge) as error:
         print(str(error), file=sys.stderr, flush=True)
         return error.exit_code
     except torch.OutOfMemoryError as error:

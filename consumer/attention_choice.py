@@ -1,15 +1,14 @@
-"""Which attention a GPU trains with: FlexAttention or the interval kernels, measured at start on the run's own sizes.
+"""Which attention a GPU trains with: the interval kernels where they work here, else FlexAttention.
 
-Both compute the same; which is faster depends on the chip, the head size, the window and the compiler. One layer,
-forward and backward, on made-up data: milliseconds, besides compiling both. One that does not compile, or whose results
-stray from the other's, is left out with a line that says so.
+"Work" is tried at start: one layer of each kind, forward and backward, on a small made-up pack with the run's own head
+sizes and block size, against the dense reference. Kernels that do not compile on a chip, or stray, cost a line in the
+log and some speed, not the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,57 +16,55 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from consumer.anchors import Anchors
-from consumer.attention import flex_attention_of, flex_rows
+from consumer.attention import dense_attention, flex_attention_of, flex_rows
 from consumer.step import MakeAttention, TrainStep
 
 Name = Literal["flex", "intervals"]
-_RUNS = 7
+_TOKENS, _ANCHORS = 600, 40
 
 
 class Choice(NamedTuple):
-    """What was chosen, and what was measured: milliseconds of one layer, forward and backward, by name."""
+    """What to train with."""
 
     name: Name
     make: MakeAttention
-    measured_ms: dict[str, float]
 
 
 def choose(step: TrainStep, wanted: Literal["auto", "flex", "intervals"], say: Callable[[str], None]) -> Choice:
-    """Return the attention to train with; "auto" measures. Raises RuntimeError where none works."""
-    candidates = _candidates(step)
-    if wanted != "auto":
-        return Choice(wanted, candidates[wanted], {})
-    measured: dict[str, float] = {}
-    reference: list[Tensor] | None = None
-    for name, make in candidates.items():
+    """Return the attention to train with; "auto" tries the interval kernels first."""
+    if wanted == "flex":
+        return _flex(step)
+    intervals = _intervals(step)
+    if intervals is None:
+        say(f"attention: heads of {step.shape.head_dim} are no power of two from 16 on; FlexAttention is taken")
+        return _flex(step)
+    if wanted == "auto":
         try:
-            took_ms, results = _measure(step, make)
-        except Exception as error:  # whatever a compiler raises: the other one remains
-            say(f"attention {name} does not work here and is left out: {(str(error) or repr(error)).splitlines()[0]}")
-            continue
-        if reference is not None and not _agree(results, reference):
-            say(f"attention {name} strays from the other one's results and is left out; please report this")
-            continue
-        reference, measured[name] = results, took_ms
-    if not measured:
-        raise RuntimeError("no attention works on this GPU; set training.compile: false for the dense one")
-    best: Name = "flex" if min(measured, key=lambda name: measured[name]) == "flex" else "intervals"
-    return Choice(best, candidates[best], measured)
+            strays = _strays(step, intervals.make)
+        except Exception as error:  # whatever a compiler raises: FlexAttention remains
+            strays = (str(error) or repr(error)).splitlines()[0]
+        if strays:
+            say(f"attention: the interval kernels do not work here, FlexAttention is taken: {strays}")
+            return _flex(step)
+    return intervals
 
 
-def _candidates(step: TrainStep) -> dict[str, MakeAttention]:
+def _intervals(step: TrainStep) -> Choice | None:
+    size = step.shape.head_dim
+    if size < 16 or size & (size - 1):
+        return None
+    from consumer.attention_kernels import interval_attention, tiles_of  # Triton is there on a GPU machine only
+
+    return Choice("intervals", partial(interval_attention, tiles=tiles_of(step.flat.weights.dtype, size)))
+
+
+def _flex(step: TrainStep) -> Choice:
     options = _flex_options(step)
 
     def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
         return flex_rows(q, k, v, block_mask, options)
 
-    found: dict[str, MakeAttention] = {"flex": partial(flex_attention_of, flex=torch.compile(flex, dynamic=False))}
-    size = step.shape.head_dim
-    if size >= 16 and size & (size - 1) == 0:
-        from consumer.attention_kernels import interval_attention  # Triton is there on a GPU machine only
-
-        found["intervals"] = interval_attention
-    return found
+    return Choice("flex", partial(flex_attention_of, flex=torch.compile(flex, dynamic=False)))
 
 
 def _flex_options(step: TrainStep) -> dict[str, int] | None:
@@ -80,39 +77,25 @@ def _flex_options(step: TrainStep) -> dict[str, int] | None:
     return forward | backward | {"bwd_num_warps": 4, "bwd_num_stages": 2}
 
 
-def _measure(step: TrainStep, make: MakeAttention) -> tuple[float, list[Tensor]]:
-    """Return the median time of one layer and its results: output and three gradients."""
-    shape, tokens, device = step.shape, step.pack.input_ids.shape[0], step.lr.device
-    num_anchors = step.num_anchors
+def _strays(step: TrainStep, make: MakeAttention) -> str:
+    """Compare output and gradients with dense attention in float32; returns what differs, "" where nothing does."""
+    shape, device, dtype = step.shape, step.lr.device, step.flat.weights.dtype
     generator = torch.Generator(device).manual_seed(0)
-    place = torch.arange(tokens, device=device, dtype=torch.int32)
-    document = max(1, tokens // 4)
-    spacing = torch.linspace(1, tokens - 2, num_anchors, device=device).long()
-    anchors = Anchors(spacing, torch.ones_like(spacing, dtype=torch.bool))
-    attend = make(anchors, place // document * document, shape)
-    rows = num_anchors * shape.block_size
-    sizes = ((rows, shape.num_heads), (tokens + rows, shape.num_kv_heads), (tokens + rows, shape.num_kv_heads))
-    q, k, v = (
-        torch.randn(length, heads, shape.head_dim, device=device, generator=generator)
-        .to(step.flat.weights.dtype)
-        .requires_grad_()
-        for length, heads in sizes
-    )
-    times, results = [], []
-    for _ in range(_RUNS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        out = attend(q, k, v, shape.layer_types[0])
-        results = [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[2:]), results
-
-
-def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    tolerance = 2e-2 if found[0].dtype == torch.bfloat16 else 2e-3
-    return all(
-        float((a.float() - b.float()).norm()) <= tolerance * float(b.float().norm())
-        for a, b in zip(found, wanted, strict=True)
-    )
+    document = torch.arange(_TOKENS, device=device, dtype=torch.int32) // 250 * 250
+    place = torch.randperm(_TOKENS - 1, device=device, generator=generator)[:_ANCHORS].sort().values
+    keep = torch.ones_like(place, dtype=torch.bool)
+    place[-3:], keep[-3:] = _TOKENS - 1, False
+    anchors, rows = Anchors(place, keep), _ANCHORS * shape.block_size
+    sizes = ((rows, shape.num_heads), (_TOKENS + rows, shape.num_kv_heads), (_TOKENS + rows, shape.num_kv_heads))
+    made = [torch.randn(length, heads, shape.head_dim, device=device, generator=generator) for length, heads in sizes]
+    for kind in sorted(set(shape.layer_types)):
+        results = []
+        for attention, kind_of_number in ((dense_attention, torch.float32), (make, dtype)):
+            inputs = [value.to(kind_of_number).requires_grad_() for value in made]
+            out = attention(anchors, document, shape)(inputs[0], inputs[1], inputs[2], kind)
+            results.append([out, *torch.autograd.grad(out, inputs, made[0].flatten(1).to(kind_of_number))])
+        for name, wanted, found in zip(("output", "gradient by q", "by k", "by v"), *results, strict=True):
+            error = float((found.detach().float() - wanted.detach()).norm() / wanted.detach().norm())
+            if not error <= (2e-2 if dtype == torch.bfloat16 else 2e-3):
+                return f"{name} in a {kind} layer is {error:.1e} off"
+    return ""

@@ -1,12 +1,14 @@
 """Attention over two intervals of keys per query, as Triton kernels: work follows the intervals, not a grid of tiles.
 
-A query row sees context [low, high) and its own block [own_low, own_high). Anchors are sorted, so the rows of a query
-tile see nearly the same context: the tile walks over the union of its rows' intervals, without a mask where all rows
-agree. Seen from a tile of keys, the rows that see it are one range too. FlexAttention instead walks tiles of 128 keys
-that start at multiples of 128, about a fifth more at blocks of 16 and contexts of 1000 tokens.
+A query row sees context [low, high) and its own block [own_low, own_high). All heads that share a key head (GROUP of
+them) and all slots of a block see nearly the same keys, so they lie side by side in one tile of queries: packed row
+f = (block * GROUP + member) * BLOCK + slot. A tile of 64 packed rows spans two or three blocks, so almost all of what
+it walks over is seen by every row and needs no mask. Seen from a tile of keys, the rows that see it are one range too,
+since anchors are sorted. Tiles with the most work start first. FlexAttention's tiles of 128 x 128 hold one head and
+eight blocks, about a quarter more work at blocks of 16 and contexts of 1000 tokens.
 
 Softmax is kept in base 2. Reference: attention.dense_attention.
-Shapes: Q block rows, N = T + Q keys (context first), D head size (a power of two, at least 16).
+Shapes: A blocks, Q block rows, P = Q * GROUP packed rows, N = T + Q keys (context first), D head size (a power of two).
 """
 
 from __future__ import annotations
@@ -23,257 +25,350 @@ from consumer.anchors import Anchors
 from consumer.block_mask import Intervals, intervals
 from consumer.drafter import Attend, DrafterShape
 
-FORWARD = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD_Q = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
-BACKWARD_KV = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
 _NOTHING = tl.constexpr(-1.0e30)
+_FAR = tl.constexpr(2147483647)
 
 
-class Ranges(NamedTuple):
-    """Which query rows see a tile of keys, int32: [tiles] for context keys, [tiles] for block keys."""
+class Tiles(NamedTuple):
+    """Tile sizes of one kernel: packed rows, keys, and how it is compiled."""
 
-    context_first: Tensor
-    context_end: Tensor
+    ROWS: int
+    KEYS: int
+    num_warps: int
+    num_stages: int
+
+
+class Kernels(NamedTuple):
+    """Tile sizes of all kernels; forward and backward_q have the same ROWS, `own` makes the gradients of block keys."""
+
+    forward: Tiles
+    backward_q: Tiles
+    backward_kv: Tiles
+    own: Tiles
+
+
+HALF = Kernels(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 128, 8, 3), Tiles(32, 32, 4, 3))
+WIDE = Kernels(*[Tiles(32, 32, 4, 1)] * 4)
+
+
+def tiles_of(dtype: torch.dtype, head_dim: int) -> Kernels:
+    """Choose tile sizes: measured ones (H200, heads of 128) for two bytes and heads up to 128, else small ones."""
+    return HALF if dtype.itemsize == 2 and head_dim <= 128 else WIDE
+
+
+class Plan(NamedTuple):
+    """Where each tile's work lies, int32. For a tile of keys: blocks first..end see it at least in part, full_first..
+    full_end wholly. `order`: tiles by falling work."""
+
+    rows_order: Tensor
+    first: Tensor
+    full_first: Tensor
+    full_end: Tensor
+    end: Tensor
+    order: Tensor
     own_first: Tensor
     own_end: Tensor
+    own_order: Tensor
 
 
-def ranges(seen: Intervals, num_context: int, block_size: int, tile: int) -> Ranges:
-    """Work out the row ranges of all key tiles; no host sync. Intervals ascend from block to block."""
+def plan(seen: Intervals, num_context: int, block_size: int, group: int, tiles: Kernels) -> Plan:
+    """Work out the ranges of all tiles; no host sync. Intervals ascend from block to block."""
     device, rows = seen.low.device, seen.low.shape[0]
-    high_A, low_A = seen.high[::block_size].contiguous(), seen.low[::block_size].contiguous()
-    begin = torch.arange(-(-num_context // tile), device=device, dtype=torch.int32) * tile
-    first = torch.searchsorted(high_A, begin, right=True, out_int32=True) * block_size
-    end = torch.searchsorted(low_A, begin + tile, out_int32=True) * block_size
-    own = torch.arange(-(-rows // tile), device=device, dtype=torch.int32) * tile
-    own_end = ((own + tile + block_size - 1) // block_size * block_size).clamp(max=rows)
-    return Ranges(first, end, own // block_size * block_size, own_end)
+    high, low, last_low = (
+        values.contiguous()
+        for values in (seen.high[::block_size], seen.low[::block_size], seen.low[block_size - 1 :: block_size])
+    )
+    blocks, per_block = high.shape[0], group * block_size
+    tile = torch.arange(-(-rows * group // tiles.forward.ROWS), device=device) * tiles.forward.ROWS
+    last_block = ((tile + (tiles.forward.ROWS - 1)) // per_block).clamp(max=blocks - 1)
+    rows_order = _falling(high[last_block] - low[tile // per_block])
+    keys = tiles.backward_kv.KEYS
+    begin = torch.arange(-(-num_context // keys), device=device, dtype=torch.int32) * keys
+    first = torch.searchsorted(high, begin, right=True, out_int32=True)
+    full_first = torch.searchsorted(high, begin + keys, out_int32=True)
+    end = torch.searchsorted(low, begin + keys, out_int32=True)
+    full_end = torch.searchsorted(last_low, begin, right=True, out_int32=True)
+    keys = tiles.own.KEYS
+    own = torch.arange(-(-rows // keys), device=device, dtype=torch.int32)
+    own_end = ((own * keys + (keys + block_size - 1)) // block_size).clamp(max=blocks)
+    return Plan(
+        rows_order, first, full_first, full_end, end, _falling(end - first), own * keys // block_size, own_end, own
+    )
+
+
+def _falling(work: Tensor) -> Tensor:
+    return torch.argsort(work, descending=True).to(torch.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(pointer, index, limit, stride, HEAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    lane = tl.arange(0, HEAD)
-    at = index.to(tl.int64)[:, None] * stride + lane[None, :]
-    return tl.load(pointer + at, mask=(index < limit)[:, None], other=0.0)
+def _unpacked(packed, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the block row and the member of the group of packed rows."""
+    rest = packed % (GROUP * BLOCK)
+    return packed // (GROUP * BLOCK) * BLOCK + rest % BLOCK, rest // BLOCK
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward_walk(  # type: ignore[no-untyped-def]
-    total, top, mixed, q, k, v, low, high, begin, end, num_keys, stride, scale,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        k_tile = _tile(k, key, num_keys, stride, HEAD)
-        score = tl.dot(q, tl.trans(k_tile), input_precision=EXACT) * scale
-        if MASKED:
-            score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, _NOTHING)
-        higher = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - higher)
-        share = tl.exp2(score - higher[:, None])
-        total = total * shrink + tl.sum(share, 1)
-        v_tile = _tile(v, key, num_keys, stride, HEAD)
-        mixed = mixed * shrink[:, None] + tl.dot(share.to(v_tile.dtype), v_tile, input_precision=EXACT)
-        top = higher
-    return total, top, mixed
+def _tile(pointer, row, column, inside, stride, HEAD: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = pointer + (row * stride + column)[:, None] + tl.arange(0, HEAD)[None, :]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys(source, start, limit, stride, KEYS: tl.constexpr, HEAD: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, KEYS)
+    return _tile(source + start * stride, lane, 0, start + lane < limit, stride, HEAD, WHOLE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reach(lo, hi, inside, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cut the union of the rows' intervals: masked up to `clear`, free up to `clear_end`, masked up to `some_hi`."""
+    filled = inside & (lo < hi)
+    some_hi = tl.max(tl.where(filled, hi, 0), 0)
+    some_lo = tl.minimum(tl.min(tl.where(filled, lo, _FAR), 0), some_hi)
+    all_lo = tl.max(tl.where(inside, lo, 0), 0)
+    all_hi = tl.min(tl.where(inside, hi, _FAR), 0)
+    clear = some_lo + (tl.maximum(all_lo - some_lo, 0) + KEYS - 1) // KEYS * KEYS
+    clear_end = clear + tl.maximum(all_hi - clear, 0) // KEYS * KEYS
+    return some_lo, clear, clear_end, some_hi
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, norm, low, high, own_low, own_high, rows, num_keys, q_stride, k_stride, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, out, norm, low, high, own_low, own_high, order, packed, num_keys, q_stride, k_stride, scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    q_tile = _tile(q + head * HEAD, row, rows, q_stride, HEAD)
-    k += head // GROUP * HEAD
-    v += head // GROUP * HEAD
+    kv_head = tl.program_id(0)
+    at = tl.load(order + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    inside = at < packed
+    row, member = _unpacked(at, GROUP, BLOCK)
+    column = (kv_head * GROUP + member) * HEAD
+    q_tile = _tile(q, row, column, inside, q_stride, HEAD, False)
+    k += kv_head * HEAD
+    v += kv_head * HEAD
+    lo, hi = tl.load(low + row, mask=inside, other=_FAR), tl.load(high + row, mask=inside, other=0)
+    some_lo, clear, clear_end, some_hi = _reach(lo, hi, inside, KEYS)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], _NOTHING, tl.float32)
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
-    lo, hi = tl.load(low + row, mask=inside, other=2147483647), tl.load(high + row, mask=inside, other=0)
-    some_lo, all_lo = tl.min(lo, 0), tl.max(tl.where(inside, lo, 0), 0)
-    some_hi, all_hi = tl.max(hi, 0), tl.min(tl.where(inside, hi, 2147483647), 0)
-    # up to `clear` and from `clear_end` on, rows differ in what they see
-    clear = some_lo + (tl.maximum(all_lo - some_lo, 0) + KEYS - 1) // KEYS * KEYS
-    clear_end = clear + tl.maximum(all_hi - clear, 0) // KEYS * KEYS
-    total, top, mixed = _forward_walk(
-        total, top, mixed, q_tile, k, v, lo, hi, some_lo, tl.minimum(clear, some_hi), num_keys, k_stride, scale,
-        True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    total, top, mixed = _forward_walk(
-        total, top, mixed, q_tile, k, v, lo, hi, clear, clear_end, num_keys, k_stride, scale,
-        False, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    total, top, mixed = _forward_walk(
-        total, top, mixed, q_tile, k, v, lo, hi, clear_end, some_hi, num_keys, k_stride, scale,
-        True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    # Its own block comes last: every row sees itself, which wipes out what a row without context gathered above.
-    lo, hi = tl.load(own_low + row, mask=inside, other=2147483647), tl.load(own_high + row, mask=inside, other=0)
-    total, top, mixed = _forward_walk(
-        total, top, mixed, q_tile, k, v, lo, hi, tl.min(lo, 0), tl.max(hi, 0), num_keys, k_stride, scale,
-        True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    lane = tl.arange(0, HEAD)
-    at = row.to(tl.int64)[:, None] * q_stride + head * HEAD + lane[None, :]
-    tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
-    tl.store(norm + head * rows + row, top + tl.log2(total), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _q_walk(  # type: ignore[no-untyped-def]
-    d_q, q, d_out, norm, delta, k, v, low, high, begin, end, num_keys, stride, scale,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    for start in range(begin, end, KEYS):
+    for start in range(clear, clear_end, KEYS):
+        k_tile = _keys(k, start, num_keys, k_stride, KEYS, HEAD, True)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=EXACT)
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        shrink = tl.exp2(top - higher)
+        share = tl.exp2(score * scale - higher[:, None])
+        total = total * shrink + tl.sum(share, 1)
+        v_tile = _keys(v, start, num_keys, k_stride, KEYS, HEAD, True)
+        mixed = tl.dot(share.to(v_tile.dtype), v_tile, mixed * shrink[:, None], input_precision=EXACT)
+        top = higher
+    # What rows do not share, then their own blocks: every row sees itself there, which wipes out what a row without
+    # context has gathered.
+    own_lo, own_hi = tl.load(own_low + row, mask=inside, other=_FAR), tl.load(own_high + row, mask=inside, other=0)
+    begin_own, end_own = tl.min(own_lo, 0), tl.max(own_hi, 0)
+    left = tl.cdiv(tl.minimum(clear, some_hi) - some_lo, KEYS)
+    right = left + tl.cdiv(tl.maximum(some_hi - clear_end, 0), KEYS)
+    for index in range(right + tl.cdiv(end_own - begin_own, KEYS)):
+        start = tl.where(index < left, some_lo + index * KEYS, clear_end + (index - left) * KEYS)
+        start = tl.where(index < right, start, begin_own + (index - right) * KEYS)
+        k_tile = _keys(k, start, num_keys, k_stride, KEYS, HEAD, False)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=EXACT) * scale
         key = start + tl.arange(0, KEYS)
-        k_tile = _tile(k, key, num_keys, stride, HEAD)
-        v_tile = _tile(v, key, num_keys, stride, HEAD)
-        share = tl.exp2(tl.dot(q, tl.trans(k_tile), input_precision=EXACT) * scale - norm[:, None])
-        if MASKED:
-            share = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), share, 0.0)
-        d_share = tl.dot(d_out, tl.trans(v_tile), input_precision=EXACT)
-        d_score = share * (d_share - delta[:, None])
-        d_q += tl.dot(d_score.to(k_tile.dtype), k_tile, input_precision=EXACT)
-    return d_q
+        least, most = tl.where(index < right, lo, own_lo), tl.where(index < right, hi, own_hi)
+        score = tl.where((key[None, :] >= least[:, None]) & (key[None, :] < most[:, None]), score, _NOTHING)
+        higher = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - higher)
+        share = tl.exp2(score - higher[:, None])
+        total = total * shrink + tl.sum(share, 1)
+        v_tile = _keys(v, start, num_keys, k_stride, KEYS, HEAD, False)
+        mixed = tl.dot(share.to(v_tile.dtype), v_tile, mixed * shrink[:, None], input_precision=EXACT)
+        top = higher
+    place = (row * q_stride + column)[:, None] + tl.arange(0, HEAD)[None, :]
+    tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(norm + kv_head * packed + at, top + tl.log2(total), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_q_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, d_out, norm, delta, d_q, low, high, own_low, own_high, rows, num_keys, q_stride, k_stride,
+    q, k, v, out, d_out, norm, delta, d_q, low, high, own_low, own_high, order, packed, num_keys, q_stride, k_stride,
     scale, plain_scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    q_tile = _tile(q + head * HEAD, row, rows, q_stride, HEAD)
-    d_out_tile = _tile(d_out + head * HEAD, row, rows, q_stride, HEAD)
-    out_tile = _tile(out + head * HEAD, row, rows, q_stride, HEAD)
+    kv_head = tl.program_id(0)
+    at = tl.load(order + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    inside = at < packed
+    row, member = _unpacked(at, GROUP, BLOCK)
+    column = (kv_head * GROUP + member) * HEAD
+    q_tile = _tile(q, row, column, inside, q_stride, HEAD, False)
+    d_out_tile = _tile(d_out, row, column, inside, q_stride, HEAD, False)
+    out_tile = _tile(out, row, column, inside, q_stride, HEAD, False)
+    k += kv_head * HEAD
+    v += kv_head * HEAD
     row_delta = tl.sum(d_out_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    tl.store(delta + head * rows + row, row_delta, mask=inside)
-    row_norm = tl.load(norm + head * rows + row, mask=inside, other=0.0)
-    k += head // GROUP * HEAD
-    v += head // GROUP * HEAD
+    tl.store(delta + kv_head * packed + at, row_delta, mask=inside)
+    row_norm = tl.load(norm + kv_head * packed + at, mask=inside, other=0.0)
+    lo, hi = tl.load(low + row, mask=inside, other=_FAR), tl.load(high + row, mask=inside, other=0)
+    some_lo, clear, clear_end, some_hi = _reach(lo, hi, inside, KEYS)
     total = tl.zeros([ROWS, HEAD], tl.float32)
-    lo, hi = tl.load(low + row, mask=inside, other=2147483647), tl.load(high + row, mask=inside, other=0)
-    some_lo, all_lo = tl.min(lo, 0), tl.max(tl.where(inside, lo, 0), 0)
-    some_hi, all_hi = tl.max(hi, 0), tl.min(tl.where(inside, hi, 2147483647), 0)
-    clear = some_lo + (tl.maximum(all_lo - some_lo, 0) + KEYS - 1) // KEYS * KEYS
-    clear_end = clear + tl.maximum(all_hi - clear, 0) // KEYS * KEYS
-    total = _q_walk(
-        total, q_tile, d_out_tile, row_norm, row_delta, k, v, lo, hi, some_lo, tl.minimum(clear, some_hi),
-        num_keys, k_stride, scale, True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    total = _q_walk(
-        total, q_tile, d_out_tile, row_norm, row_delta, k, v, lo, hi, clear, clear_end,
-        num_keys, k_stride, scale, False, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    total = _q_walk(
-        total, q_tile, d_out_tile, row_norm, row_delta, k, v, lo, hi, clear_end, some_hi,
-        num_keys, k_stride, scale, True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    lo, hi = tl.load(own_low + row, mask=inside, other=2147483647), tl.load(own_high + row, mask=inside, other=0)
-    total = _q_walk(
-        total, q_tile, d_out_tile, row_norm, row_delta, k, v, lo, hi, tl.min(lo, 0), tl.max(hi, 0),
-        num_keys, k_stride, scale, True, KEYS, HEAD, EXACT,
-    )  # fmt: skip
-    lane = tl.arange(0, HEAD)
-    at = row.to(tl.int64)[:, None] * q_stride + head * HEAD + lane[None, :]
-    tl.store(d_q + at, (total * plain_scale).to(d_q.dtype.element_ty), mask=inside[:, None])
+    for start in range(clear, clear_end, KEYS):
+        k_tile = _keys(k, start, num_keys, k_stride, KEYS, HEAD, True)
+        v_tile = _keys(v, start, num_keys, k_stride, KEYS, HEAD, True)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=EXACT)
+        d_share = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=EXACT)
+        d_score = tl.exp2(score * scale - row_norm[:, None]) * (d_share - row_delta[:, None])
+        total = tl.dot(d_score.to(k_tile.dtype), k_tile, total, input_precision=EXACT)
+    own_lo, own_hi = tl.load(own_low + row, mask=inside, other=_FAR), tl.load(own_high + row, mask=inside, other=0)
+    begin_own, end_own = tl.min(own_lo, 0), tl.max(own_hi, 0)
+    left = tl.cdiv(tl.minimum(clear, some_hi) - some_lo, KEYS)
+    right = left + tl.cdiv(tl.maximum(some_hi - clear_end, 0), KEYS)
+    for index in range(right + tl.cdiv(end_own - begin_own, KEYS)):
+        start = tl.where(index < left, some_lo + index * KEYS, clear_end + (index - left) * KEYS)
+        start = tl.where(index < right, start, begin_own + (index - right) * KEYS)
+        k_tile = _keys(k, start, num_keys, k_stride, KEYS, HEAD, False)
+        v_tile = _keys(v, start, num_keys, k_stride, KEYS, HEAD, False)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=EXACT)
+        d_share = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=EXACT)
+        key = start + tl.arange(0, KEYS)
+        least, most = tl.where(index < right, lo, own_lo), tl.where(index < right, hi, own_hi)
+        visible = (key[None, :] >= least[:, None]) & (key[None, :] < most[:, None])
+        share = tl.where(visible, tl.exp2(score * scale - row_norm[:, None]), 0.0)
+        total = tl.dot((share * (d_share - row_delta[:, None])).to(k_tile.dtype), k_tile, total, input_precision=EXACT)
+    place = (row * q_stride + column)[:, None] + tl.arange(0, HEAD)[None, :]
+    tl.store(d_q + place, (total * plain_scale).to(d_q.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kv_part(  # type: ignore[no-untyped-def]
+    k_total, v_total, k_tile, v_tile, key, q, d_out, norm, delta, low, high, start, kv_head, packed, q_stride, scale,
+    MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, ROWS)
+    inside = at < packed
+    row, member = _unpacked(at, GROUP, BLOCK)
+    column = (kv_head * GROUP + member) * HEAD
+    q_tile = _tile(q, row, column, inside, q_stride, HEAD, not MASKED)
+    d_out_tile = _tile(d_out, row, column, inside, q_stride, HEAD, not MASKED)
+    row_norm = tl.load(norm + kv_head * packed + at, mask=inside, other=0.0)
+    row_delta = tl.load(delta + kv_head * packed + at, mask=inside, other=0.0)
+    score = tl.dot(k_tile, tl.trans(q_tile), input_precision=EXACT)
+    share = tl.exp2(score * scale - row_norm[None, :])
+    if MASKED:
+        lo, hi = tl.load(low + row, mask=inside, other=_FAR), tl.load(high + row, mask=inside, other=0)
+        share = tl.where((key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :]), share, 0.0)
+    d_share = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=EXACT)
+    v_total = tl.dot(share.to(d_out_tile.dtype), d_out_tile, v_total, input_precision=EXACT)
+    d_score = share * (d_share - row_delta[None, :])
+    k_total = tl.dot(d_score.to(q_tile.dtype), q_tile, k_total, input_precision=EXACT)
+    return k_total, v_total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kv_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, d_out, norm, delta, d_k, d_v, low, high, first_row, end_row, first_key, end_key, rows, q_stride, k_stride,
-    scale, plain_scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, d_out, norm, delta, d_k, d_v, low, high, first, full_first, full_end, end, order,
+    first_key, end_key, packed, q_stride, k_stride, scale, plain_scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
-    key = first_key + tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    k_tile = _tile(k + kv_head * HEAD, key, end_key, k_stride, HEAD)
-    v_tile = _tile(v + kv_head * HEAD, key, end_key, k_stride, HEAD)
+    kv_head, tile = tl.program_id(0), tl.load(order + tl.program_id(1))
+    key = first_key + tile * KEYS + tl.arange(0, KEYS)
+    k_tile = _tile(k, key, kv_head * HEAD, key < end_key, k_stride, HEAD, False)
+    v_tile = _tile(v, key, kv_head * HEAD, key < end_key, k_stride, HEAD, False)
     k_total = tl.zeros([KEYS, HEAD], tl.float32)
     v_total = tl.zeros([KEYS, HEAD], tl.float32)
-    begin, end = tl.load(first_row + tl.program_id(0)), tl.load(end_row + tl.program_id(0))
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        for start in range(begin, end, ROWS):
-            row = start + tl.arange(0, ROWS)
-            inside = row < rows
-            q_tile = _tile(q + head * HEAD, row, rows, q_stride, HEAD)
-            d_out_tile = _tile(d_out + head * HEAD, row, rows, q_stride, HEAD)
-            lo, hi = tl.load(low + row, mask=inside, other=2147483647), tl.load(high + row, mask=inside, other=0)
-            row_norm = tl.load(norm + head * rows + row, mask=inside, other=0.0)
-            row_delta = tl.load(delta + head * rows + row, mask=inside, other=0.0)
-            score = tl.dot(k_tile, tl.trans(q_tile), input_precision=EXACT) * scale
-            visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
-            share = tl.where(visible, tl.exp2(score - row_norm[None, :]), 0.0)
-            v_total += tl.dot(share.to(d_out_tile.dtype), d_out_tile, input_precision=EXACT)
-            d_share = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=EXACT)
-            d_score = share * (d_share - row_delta[None, :])
-            k_total += tl.dot(d_score.to(q_tile.dtype), q_tile, input_precision=EXACT)
-    lane = tl.arange(0, HEAD)
-    at = key.to(tl.int64)[:, None] * k_stride + kv_head * HEAD + lane[None, :]
+    begin, stop = tl.load(first + tile) * (GROUP * BLOCK), tl.load(end + tile) * (GROUP * BLOCK)
+    full = tl.load(full_first + tile) * (GROUP * BLOCK)
+    clear = begin + tl.cdiv(tl.maximum(full - begin, 0), ROWS) * ROWS
+    clear_end = clear + tl.maximum(tl.load(full_end + tile) * (GROUP * BLOCK) - clear, 0) // ROWS * ROWS
+    for start in range(clear, clear_end, ROWS):
+        k_total, v_total = _kv_part(
+            k_total, v_total, k_tile, v_tile, key, q, d_out, norm, delta, low, high, start, kv_head, packed, q_stride,
+            scale, False, GROUP, BLOCK, HEAD, EXACT, ROWS,
+        )  # fmt: skip
+    left = tl.cdiv(tl.minimum(clear, stop) - begin, ROWS)
+    for index in range(left + tl.cdiv(tl.maximum(stop - clear_end, 0), ROWS)):
+        start = tl.where(index < left, begin + index * ROWS, clear_end + (index - left) * ROWS)
+        k_total, v_total = _kv_part(
+            k_total, v_total, k_tile, v_tile, key, q, d_out, norm, delta, low, high, start, kv_head, packed, q_stride,
+            scale, True, GROUP, BLOCK, HEAD, EXACT, ROWS,
+        )  # fmt: skip
+    at = (key * k_stride + kv_head * HEAD)[:, None] + tl.arange(0, HEAD)[None, :]
     stored = (key < end_key)[:, None]
     tl.store(d_k + at, (k_total * plain_scale).to(d_k.dtype.element_ty), mask=stored)
     tl.store(d_v + at, v_total.to(d_v.dtype.element_ty), mask=stored)
 
 
+class _Fixed(NamedTuple):
+    """What the kernels of one step and layer type share."""
+
+    seen: Intervals
+    plan: Plan
+    tiles: Kernels
+    block_size: int
+
+
 class _IntervalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Intervals, rows_of: Ranges) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, fixed: _Fixed) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         rows, heads, size = q.shape
-        out, norm = torch.empty_like(q), torch.empty(heads, rows, dtype=torch.float32, device=q.device)
-        ctx.fixed = {"GROUP": heads // k.shape[1], "HEAD": size, "EXACT": _precision(q)}
-        plain_scale = size**-0.5
-        ctx.numbers = (rows, k.shape[0], heads * size, k.shape[1] * size, plain_scale / math.log(2), plain_scale)
-        _forward_kernel[(triton.cdiv(rows, FORWARD["ROWS"]), heads)](
-            q, k, v, out, norm, *seen, *ctx.numbers[:5], **ctx.fixed, **FORWARD
-        )
+        kv_heads, tiles = k.shape[1], fixed.tiles.forward
+        ctx.group = {"GROUP": heads // kv_heads, "BLOCK": fixed.block_size, "HEAD": size, "EXACT": _precision(q)}
+        packed, plain_scale = rows * heads // kv_heads, size**-0.5
+        out, norm = torch.empty_like(q), torch.empty(kv_heads, packed, dtype=torch.float32, device=q.device)
+        ctx.numbers = (packed, k.shape[0], heads * size, kv_heads * size, plain_scale / math.log(2))
+        ctx.plain_scale = plain_scale
+        _forward_kernel[kv_heads, triton.cdiv(packed, tiles.ROWS)](
+            q, k, v, out, norm, *fixed.seen, fixed.plan.rows_order, *ctx.numbers, **ctx.group,
+            **tiles._asdict(),
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, norm)
-        ctx.seen, ctx.rows_of = seen, rows_of
+        ctx.fixed = fixed
         return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, norm = ctx.saved_tensors
-        d_out, seen, rows_of = grads[0].contiguous(), ctx.seen, ctx.rows_of
-        rows, num_keys, q_stride, k_stride, scale, plain_scale = ctx.numbers
+        d_out, (seen, work, tiles, _) = grads[0].contiguous(), ctx.fixed
+        packed, num_keys, q_stride, k_stride, scale = ctx.numbers
         delta, d_q = torch.empty_like(norm), torch.empty_like(q)
         d_k, d_v = torch.empty_like(k), torch.empty_like(v)
-        _backward_q_kernel[(triton.cdiv(rows, BACKWARD_Q["ROWS"]), q.shape[1])](
-            q, k, v, out, d_out, norm, delta, d_q, *seen, *ctx.numbers, **ctx.fixed, **BACKWARD_Q
-        )
-        num_context = num_keys - rows
-        for low, high, first, end, begin, limit in (
-            (seen.low, seen.high, rows_of.context_first, rows_of.context_end, 0, num_context),
-            (seen.own_low, seen.own_high, rows_of.own_first, rows_of.own_end, num_context, num_keys),
+        _backward_q_kernel[k.shape[1], triton.cdiv(packed, tiles.backward_q.ROWS)](
+            q, k, v, out, d_out, norm, delta, d_q, *seen, work.rows_order, *ctx.numbers, ctx.plain_scale, **ctx.group,
+            **tiles.backward_q._asdict(),
+        )  # fmt: skip
+        num_context = num_keys - q.shape[0]
+        context = (seen.low, seen.high, work.first, work.full_first, work.full_end, work.end, work.order)
+        own = (seen.own_low, seen.own_high, work.own_first, work.own_end, work.own_first, work.own_end, work.own_order)
+        for part, begin, limit, how in (
+            (context, 0, num_context, tiles.backward_kv),
+            (own, num_context, num_keys, tiles.own),
         ):
-            _backward_kv_kernel[(first.shape[0], k.shape[1])](
-                q, k, v, d_out, norm, delta, d_k, d_v, low, high, first, end, begin, limit, rows, q_stride, k_stride,
-                scale, plain_scale, **ctx.fixed, **BACKWARD_KV,
-            )  # fmt: skip
-        return d_q, d_k, d_v, None, None
+            if part[-1].shape[0]:
+                _backward_kv_kernel[k.shape[1], part[-1].shape[0]](
+                    q, k, v, d_out, norm, delta, d_k, d_v, *part, begin, limit, packed, q_stride, k_stride, scale,
+                    ctx.plain_scale, **ctx.group, **how._asdict(),
+                )  # fmt: skip
+        return d_q, d_k, d_v, None
 
 
 def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-def interval_attention(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape) -> Attend:
-    """Return the attention of one step through these kernels; no host sync."""
-    num_context = doc_start_T.shape[0]
-    seen = {kind: intervals(anchors, doc_start_T, shape, kind) for kind in sorted(set(shape.layer_types))}
-    rows_of = {kind: ranges(both, num_context, shape.block_size, BACKWARD_KV["KEYS"]) for kind, both in seen.items()}
+def interval_attention(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape, tiles: Kernels = HALF) -> Attend:
+    """Return the attention of one step through these kernels; no host sync. `tiles`: see tiles_of."""
+    group = shape.num_heads // shape.num_kv_heads
+    kinds: dict[str, _Fixed] = {}
+    for kind in sorted(set(shape.layer_types)):
+        seen = intervals(anchors, doc_start_T, shape, kind)
+        work = plan(seen, doc_start_T.shape[0], shape.block_size, group, tiles)
+        kinds[kind] = _Fixed(seen, work, tiles, shape.block_size)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer_type: str) -> Tensor:
-        out: Tensor = _IntervalAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, seen[layer_type], rows_of[layer_type]
-        )
+        out: Tensor = _IntervalAttention.apply(q, k, v, kinds[layer_type])  # type: ignore[no-untyped-call]
         return out
 
     return attend

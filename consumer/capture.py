@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from consumer.attention_choice import choose
-from consumer.drafter import Pieces, heads, rms_norm, spread, without_anchors
+from consumer.drafter import Pieces, heads, spread, without_anchors
+from consumer.products import tuned
 from consumer.step import TrainStep
 
 WARM_UP_RUNS = 3
 Say = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 def prepare(
@@ -27,18 +29,22 @@ def prepare(
     cuda_graph: bool,
     say: Say,
     attention: Literal["auto", "flex", "intervals"] = "auto",
+    tune: bool = True,
 ) -> bool:
     """Make `step.run` fast on its GPU; returns whether it replays a graph. Weights and counters stay as they are.
 
-    With compile_parts the pieces between the products and the attention are compiled, one by one (regional: seconds,
-    not minutes) and `attention` is taken, "auto" the faster one as measured now (attention_choice.py); without,
-    attention is dense and takes Q x (T + Q) memory. `say` hears of what did not work.
+    With compile_parts the pieces between the products and the attention become kernels, one by one (seconds, not
+    minutes), `attention` is taken ("auto": attention_choice.py), and with `tune` the algorithms of the large bfloat16
+    products are measured (products.py); without, attention is dense and takes Q x (T + Q) memory. `say` hears of what
+    did not work.
     """
     step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
-        step.drafter.pieces = compiled_pieces()
+        step.drafter.pieces = fast_pieces(step.shape.head_dim)
         choice = choose(step, attention, say)
-        step.attention, step.attention_note = choice.make, f"{choice.name} {choice.measured_ms or ''}".strip()
+        step.attention, step.attention_note = choice.make, choice.name
+        if tune and step.flat.weights.dtype == torch.bfloat16:
+            step.tuned_products = _trial(step, lambda: tuned(step.on_device, say))
     if not cuda_graph:
         return False
     try:
@@ -53,16 +59,16 @@ def prepare(
     return True
 
 
-def compiled_pieces() -> Pieces:
+def fast_pieces(head_dim: int) -> Pieces:
     """Return the functions between the matrix products, fast: kernels of our own, the lighter ones compiled."""
     from consumer import piece_kernels  # Triton is there on a GPU machine only
 
     compile_one = partial(torch.compile, dynamic=False, fullgraph=True)
     return Pieces(
-        rms_norm=compile_one(rms_norm),
+        rms_norm=piece_kernels.rms_norm,
         add_norm=piece_kernels.add_norm,
         gated=piece_kernels.gated,
-        heads=compile_one(heads),
+        heads=piece_kernels.heads if head_dim & (head_dim - 1) == 0 else compile_one(heads),
         spread=compile_one(spread),
         without_anchors=compile_one(without_anchors),
     )
@@ -74,21 +80,30 @@ def captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     With several ranks their reduction is part of the graph, and all ranks capture at the same time. Only this thread is
     held to what a capture allows then: NCCL's watchdog goes on looking at its events.
     """
+    return _trial(step, lambda: _captured(step, work))
+
+
+def _captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     stream, step.side_stream = torch.cuda.Stream(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    step.armed.zero_()
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_RUNS):
             work()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    mode = "global" if step.reduction is None else "thread_local"
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        work()
+    return graph
+
+
+def _trial(step: TrainStep, work: Callable[[], Result]) -> Result:
+    """Do `work` with steps that leave no trace in weights, moments, counters and metrics."""
+    step.armed.zero_()
     try:
-        mode = "global" if step.reduction is None else "thread_local"
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-            work()
+        return work()
     finally:
         step.armed.fill_(1.0)
         if step.carried is not None:
             step.carried.zero()
-    return graph

@@ -267,6 +267,11 @@ class Drafter(nn.Module):
             found += [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
         return found
 
+    def use_float8(self, on: bool = True) -> None:
+        """Compute the products of all trained matrices in 8 bits from now on (float8.py), or not."""
+        for projection in self.projections():
+            projection.in_float8 = on
+
     def _layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]
 

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from consumer import float8
+from consumer.products import multiply
+
 
 class Sink(NamedTuple):
     """Where a weight gradient is written, and who is told that it is there (a rank sums it up with the others')."""
@@ -31,6 +34,8 @@ class Projection:
         self.linears = linears
         self.weight: Tensor | None = None
         self.sink: Sink | None = None
+        self.in_float8 = False
+        """Compute the result and the gradient by the input in 8 bits (float8.py), where the sizes allow it."""
 
     def parameters(self) -> list[Tensor]:
         """Return the joined layers' weights in order."""
@@ -43,7 +48,9 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """Map [R, I] to [R, O]."""
         weight = _joined(self)
-        out: Tensor = _Product.apply(x, weight, self.sink, *self.parameters())  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, weight, self.sink, self.in_float8, *self.parameters()
+        )
         return out
 
 
@@ -60,7 +67,7 @@ class ContextProjection:
         weight = _joined(self.block)
         skip = sum(linear.out_features for linear in self.block.linears[: self.skip_layers])
         out: tuple[Tensor, Tensor] = _TwoProducts.apply(  # type: ignore[no-untyped-call]
-            y, g, weight, skip, self.block.sink, *self.block.parameters()
+            y, g, weight, skip, self.block.sink, self.block.in_float8, *self.block.parameters()
         )
         return out
 
@@ -74,48 +81,66 @@ def _joined(projection: Projection) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, *anchors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, in_float8: bool, *anchors: Tensor) -> Tensor:
         # The parameters themselves are passed so that the result requires a gradient even where x does not.
+        out, ctx.row_scale = _mapped(x, weight, in_float8)
         ctx.save_for_backward(x, weight)
         ctx.sink, ctx.num_anchors = sink, len(anchors)
-        return torch.mm(x, weight.t())
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         d_out = grads[0]
-        d_x = torch.mm(d_out, weight) if ctx.needs_input_grad[0] else None
+        d_x = _mapped_back(d_out, weight, ctx.row_scale) if ctx.needs_input_grad[0] else None
         d_weight = _weight_gradient(d_out, x, ctx.sink)
-        return (d_x, d_weight, None, *[None] * ctx.num_anchors)
+        return (d_x, d_weight, None, None, *[None] * ctx.num_anchors)
 
 
 class _TwoProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Sink | None, *anchors: Tensor
+        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Sink | None, in_float8: bool, *anchors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        block, ctx.block_scale = _mapped(y, weight, in_float8)
+        context, ctx.context_scale = _mapped(g, weight[skip:], in_float8)
         ctx.save_for_backward(y, g, weight)
         ctx.skip, ctx.sink, ctx.num_anchors = skip, sink, len(anchors)
-        return torch.mm(y, weight.t()), torch.mm(g, weight[skip:].t())
+        return block, context
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, g, weight = ctx.saved_tensors
         d_block, d_context = grads
-        d_y = torch.mm(d_block, weight) if ctx.needs_input_grad[0] else None
-        d_g = torch.mm(d_context, weight[ctx.skip :]) if ctx.needs_input_grad[1] else None
+        d_y = _mapped_back(d_block, weight, ctx.block_scale) if ctx.needs_input_grad[0] else None
+        d_g = _mapped_back(d_context, weight[ctx.skip :], ctx.context_scale) if ctx.needs_input_grad[1] else None
         target = ctx.sink.buffer if ctx.sink is not None else torch.empty_like(weight)
-        torch.mm(d_block.t(), y, out=target)
-        target[ctx.skip :].addmm_(d_context.t(), g)
+        multiply(d_block.t(), y, target)
+        multiply(d_context.t(), g, target[ctx.skip :], add=True)
         if ctx.sink is not None:
             ctx.sink.written()
         d_weight = None if ctx.sink is not None else target
-        return (d_y, d_g, d_weight, None, None, *[None] * ctx.num_anchors)
+        return (d_y, d_g, d_weight, None, None, None, *[None] * ctx.num_anchors)
+
+
+def _mapped(x: Tensor, weight: Tensor, in_float8: bool) -> tuple[Tensor, Tensor | None]:
+    """Map x [R, I] by weight [O, I]; also returns the weight's scales where that was done in 8 bits."""
+    if not in_float8 or not float8.fits(x, weight):
+        return multiply(x, weight.t()), None
+    small_weight = float8.by_row(weight)
+    return float8.multiply(float8.by_row(x), small_weight, x.dtype), small_weight[1]
+
+
+def _mapped_back(d_out: Tensor, weight: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Return the gradient by the input, [R, I]; row_scale: what _mapped returned."""
+    if row_scale is None:
+        return multiply(d_out, weight)
+    return float8.multiply(float8.by_row(d_out), float8.transposed(weight, row_scale), d_out.dtype)
 
 
 def _weight_gradient(d_out: Tensor, x: Tensor, sink: Sink | None) -> Tensor | None:
     if sink is None:
-        return torch.mm(d_out.t(), x)
-    torch.mm(d_out.t(), x, out=sink.buffer)
+        return multiply(d_out.t(), x)
+    multiply(d_out.t(), x, sink.buffer)
     sink.written()
     return None

@@ -34,7 +34,7 @@ from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
 from consumer.saver import Saver
 from consumer.selfcheck import self_check
-from consumer.setup import make_drafter, make_head, shape_as_dict, step_dtype
+from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
 from consumer.step import TrainStep
 from ops.control import Control
@@ -94,6 +94,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
             if trainer.checkpoint_due:
                 trainer.save()
         meter.write(trainer.step, len(trainer.journal.trained))
+        meter.flush()
         trainer.finish()
     for ring in rings:
         ring.close()
@@ -133,7 +134,9 @@ class Trainer:
         self._folder = run_dir / "checkpoints"
         self._saver = Saver(self._folder, config.checkpoint.keep, log)
         dtype = step_dtype(config.training.precision, device)
+        check_memory(config, plan, device, log)
         drafter = make_drafter(config, plan, device, log)
+        drafter.use_float8(config.training.precision == "fp8")
         head = make_head(plan, dtype, device)
         self.pack = allocate_pack(spec, device)
         self.step = TrainStep(
@@ -205,7 +208,10 @@ class Trainer:
             log("start-up check failed", claim=claim)
         if wrong:
             self.step.execute = self.step.on_device
-        log("step", captured=captured and not wrong, attention=self.step.attention_note or "dense")
+        log(
+            "step", captured=captured and not wrong, attention=self.step.attention_note or "dense",
+            products_measured=self.step.tuned_products,
+        )  # fmt: skip
 
     @property
     def train_seconds(self) -> float:

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from consumer.products import multiply
+
 Labels = Literal["hard", "soft", "target_argmax"]
 Decay = Literal["exponential", "dpace", "none"]
 
@@ -146,11 +148,11 @@ def _chunk_sums(chunk: _Chunk, head: Tensor, goal: Tensor | None, rule: LossRule
     """Write the chunk's gradient and return [4 + 2*S] float32: loss, weight, accept, blocks, correct, counted."""
     blocks, slots = chunk.labels.shape
     passes = _passes(head)
-    logits = torch.mm(chunk.hidden.flatten(0, 1), head.t(), out=buffers[0][: blocks * slots])
+    logits = multiply(chunk.hidden.flatten(0, 1), head.t(), buffers[0][: blocks * slots])
     labels = chunk.labels
     goal_logits = goal_norm = None
     if goal is not None:
-        goal_logits = torch.mm(goal.flatten(0, 1), head.t(), out=buffers[1][: blocks * slots])
+        goal_logits = multiply(goal.flatten(0, 1), head.t(), buffers[1][: blocks * slots])
         goal_norm, _, goal_best = passes.row_statistics(goal_logits, labels.flatten())
         labels = goal_best.view(blocks, slots)
     norm, label_logit, best = passes.row_statistics(logits, labels.flatten())
@@ -165,7 +167,7 @@ def _chunk_sums(chunk: _Chunk, head: Tensor, goal: Tensor | None, rule: LossRule
     else:
         losses = cross_entropy
         passes.hard_gradient(logits, norm, labels.flatten(), weights.flatten())
-    torch.mm(logits, head, out=chunk.gradient.view(blocks * slots, -1))
+    multiply(logits, head, chunk.gradient.view(blocks * slots, -1))
     right = (best.view(blocks, slots) == labels) & carries
     run = right.to(torch.float32).cumprod(1).sum(1)
     # where, not a product: a row without a label may hold inf, and 0 * inf is NaN

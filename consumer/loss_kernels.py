@@ -15,26 +15,33 @@ from torch import Tensor
 
 _WIDTH = 4096
 _WARPS = 16
+_STATISTICS = {"WIDTH": 8192, "num_warps": 8}
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _statistics_kernel(logits, labels, norm, label_logit, best, num_columns, stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
-    # Each lane keeps its own maximum, its place and its sum: nothing crosses lanes until the row is through.
-    top = tl.full([WIDTH], -1e30, tl.float32)
-    total = tl.zeros([WIDTH], tl.float32)
-    at = tl.zeros([WIDTH], tl.int32)
+    # A lane goes over 8 neighbours at a time and keeps one maximum, its place and one sum: about one exponential an
+    # element, and nothing crosses lanes until the row is through.
+    place = tl.arange(0, WIDTH // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    top = tl.full([WIDTH // 8], -1e30, tl.float32)
+    total = tl.zeros([WIDTH // 8], tl.float32)
+    at = tl.zeros([WIDTH // 8], tl.int32)
     for start in range(0, num_columns, WIDTH):
-        column = start + tl.arange(0, WIDTH)
+        column = start + place
         x = tl.load(base + column, mask=column < num_columns, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, x)
-        total = total * tl.exp(top - higher) + tl.exp(x - higher)
-        at = tl.where(x > top, column, at)
+        most = tl.max(x, 1)
+        higher = tl.maximum(top, most)
+        total = total * tl.exp2((top - higher) * _LOG2_E) + tl.sum(tl.exp2((x - higher[:, None]) * _LOG2_E), 1)
+        at = tl.where(most > top, start, at)
         top = higher
     row_top = tl.max(top, 0)
-    row_total = tl.sum(total * tl.exp(top - row_top), 0)
-    first = tl.min(tl.where(top == row_top, at, num_columns), 0)
+    row_total = tl.sum(total * tl.exp2((top - row_top) * _LOG2_E), 0)
+    column = at[:, None] + place  # of each lane's maximum; read once more to find the first of the row
+    x = tl.load(base + column, mask=(top == row_top)[:, None] & (column < num_columns), other=-float("inf"))
+    first = tl.min(tl.min(tl.where(x.to(tl.float32) == row_top, column, num_columns), 1), 0)
     label = tl.load(labels + row)
     value = tl.load(base + label, mask=label >= 0, other=0.0).to(tl.float32)
     tl.store(norm + row, row_top + tl.log(row_total))
@@ -82,9 +89,7 @@ def row_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tens
     rows, columns = logits.shape
     norm = torch.empty(rows, dtype=torch.float32, device=logits.device)
     label_logit, best = torch.empty_like(norm), torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _statistics_kernel[(rows,)](
-        logits, labels, norm, label_logit, best, columns, logits.stride(0), WIDTH=_WIDTH, num_warps=_WARPS
-    )
+    _statistics_kernel[(rows,)](logits, labels, norm, label_logit, best, columns, logits.stride(0), **_STATISTICS)
     return norm, label_logit, best
 
 

@@ -8,7 +8,17 @@ Shapes: T context tokens, A anchors, B block slots, Q = A*B block rows, H hidden
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import Config
+
+
+class TooLarge(Exception):
+    """The training step cannot fit on its GPU. Exit code 5."""
+
+    exit_code = 5
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,47 @@ class MemoryEstimate:
         return f"drafter step: {self.total_bytes / 1e9:.1f} GB ({', '.join(parts)})"
 
 
+def estimate_of(config: Config, target: Mapping[str, Any], draft_vocab_size: int | None = None) -> MemoryEstimate:
+    """Estimate one drafter process on a GPU. target: the plan's description of the target.
+
+    draft_vocab_size: rows of a reduced head; None takes drafter.draft_vocab_size, or the whole vocabulary.
+    """
+    drafter, hidden, num_taps = config.drafter, int(target["hidden"]), len(target["target_layer_ids"])
+    heads = drafter.num_attention_heads or target["num_heads"]
+    kv_heads = drafter.num_key_value_heads or target["num_kv_heads"]
+    head_dim = drafter.head_dim or target["head_dim"]
+    intermediate = drafter.intermediate_size or target["intermediate"]
+    layer = hidden * (2 * heads * head_dim + 2 * kv_heads * head_dim + 3 * intermediate + 2) + 2 * head_dim
+    rows = draft_vocab_size or drafter.draft_vocab_size
+    return estimate(
+        parameters=drafter.num_layers * layer + num_taps * hidden**2 + 2 * hidden,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_layers=drafter.num_layers,
+        heads_width=heads * head_dim,
+        kv_width=kv_heads * head_dim,
+        num_taps=num_taps,
+        block_rows=config.anchors.num * drafter.block_size,
+        pack_tokens=config.pack.tokens,
+        embedding_rows=target["vocab_size"],
+        head_rows=rows or target["vocab_size"],
+        tied=bool(target["tie_word_embeddings"]) and rows is None,
+        chunk_rows=config.loss.chunk_rows,
+        value_bytes=4 if config.training.precision == "float32" else 2,
+        final_hidden=config.loss.labels != "hard",
+        carried=config.training.micro_steps > 1,
+    )
+
+
+def require(found: MemoryEstimate, free_bytes: int, what: str) -> None:
+    """Refuse a step that is larger than what is free. Raises TooLarge."""
+    if found.total_bytes > free_bytes:
+        raise TooLarge(
+            f"{what}: {found}; free are {free_bytes / 1e9:.1f} GB: lower anchors.num, pack.tokens or loss.chunk_rows, "
+            "or give the drafter a GPU of its own"
+        )
+
+
 def estimate(
     *,
     parameters: int,
@@ -51,10 +102,12 @@ def estimate(
     value_bytes: int,
     final_hidden: bool = False,
     landing: bool = True,
+    carried: bool = False,
 ) -> MemoryEstimate:
     """Estimate from plain numbers. heads_width, kv_width: heads times head size; value_bytes: 2 for bfloat16, else 4.
 
-    landing: a second copy of the pack, which the next one is copied into meanwhile.
+    landing: a second copy of the pack, which the next one is copied into meanwhile. carried: micro-steps add up in one
+    more float32 gradient.
     """
     masters = 4 * parameters if value_bytes < 4 else 0
     token = num_taps * hidden + (hidden if final_hidden else 0)
@@ -69,7 +122,7 @@ def estimate(
     late = max(chunk + 2 * block_rows * hidden, backward)
     return MemoryEstimate(
         weights_bytes=parameters * 2 * value_bytes,
-        optimizer_bytes=masters + 8 * parameters,
+        optimizer_bytes=masters + (12 if carried else 8) * parameters,
         frozen_bytes=(embedding_rows + (0 if tied else head_rows)) * hidden * value_bytes,
         pack_bytes=pack,
         activations_bytes=(num_layers * layer + context) * value_bytes,

@@ -10,10 +10,12 @@ import torch
 
 from configs.load import ConfigError
 from configs.schema import Config, DrafterConfig
+from consumer import float8
 from consumer.drafter import Drafter, DrafterShape, layer_types_of
 from consumer.export.facts import ExportError
 from consumer.export.initial import init_from_export
 from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
+from consumer.memory import estimate_of, require
 from ops.telemetry import Log
 
 
@@ -50,15 +52,29 @@ def shape_from_dict(plain: dict[str, Any]) -> DrafterShape:
 
 
 def step_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Type of the matrix products; auto is float32 on a CPU, bfloat16 on a GPU. Raises ConfigError for fp8 (not built).
+    """Type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU; fp8 keeps both in bfloat16.
 
-    bfloat16 on a CPU is allowed, but few CPUs are fast at it.
+    bfloat16 on a CPU is allowed, but few CPUs are fast at it. Raises ConfigError for fp8 where the device has no such
+    products.
     """
-    if precision == "fp8":
-        raise ConfigError(["training.precision: fp8 is not available yet; use bfloat16"])
+    if precision == "fp8" and not float8.supported(device):
+        raise ConfigError(
+            [f"training.precision: fp8 needs an NVIDIA GPU of capability 8.9 or later, got {device}; use bfloat16"]
+        )
     if precision == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def check_memory(config: Config, plan: dict[str, Any], device: torch.device, log: Log) -> None:
+    """Say what the step will take of a GPU's memory, before anything is allocated. Raises TooLarge."""
+    if device.type != "cuda":
+        return
+    draft_vocab = plan["draft_vocab"]
+    found = estimate_of(config, plan["target"], None if draft_vocab is None else len(draft_vocab))
+    log("memory", estimate=str(found))
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    require(found, free_bytes, str(device))
 
 
 def make_drafter(config: Config, plan: dict[str, Any], device: torch.device, log: Log) -> Drafter:

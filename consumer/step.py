@@ -78,14 +78,16 @@ class TrainStep:
         self.flat = FlatWeights(drafter, dtype)
         self.carried = Carried(self.flat, self.shape.block_size) if micro_steps > 1 else None
         self.attention_note = ""
-        """Which attention was chosen and why; for the log."""
+        """Which attention was chosen; for the log."""
+        self.tuned_products = 0
+        """How many different products run with a measured algorithm (products.py); for the log."""
         self._anchors, self._config = anchors, optimizer
         self._schedule = Schedule(optimizer.schedule, optimizer.warmup_share, optimizer.min_lr_share)
         self.control = Control(device)
         self._make_counters(device, total_steps, seed)
         self._make_optimizers()
         self._sums = torch.zeros(_NUM_SUMS + 2 * (self.shape.block_size - 1), dtype=torch.float64, device=device)
-        self._skipped_in_a_row_seen = 0
+        self.skipped_in_a_row_seen = 0
         self.latest = torch.zeros(3, dtype=torch.float64, device=device)
         """Gradient norm, loss sum and weight sum of the latest step, trial runs included."""
 
@@ -123,8 +125,8 @@ class TrainStep:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Latest steps skipped in a row; on a GPU as of the last `metrics`, so that no step waits for it."""
-        return self._skipped_in_a_row_seen if self.in_a_row.is_cuda else int(self.in_a_row)
+        """Latest steps skipped in a row; on a GPU as of the last Reading, so that no step waits for it."""
+        return self.skipped_in_a_row_seen if self.in_a_row.is_cuda else int(self.in_a_row)
 
     def run(self) -> None:
         """Do one step on the current pack. A non-finite loss or gradient leaves the weights as they are, counted."""
@@ -244,26 +246,16 @@ class TrainStep:
         place = (anchors.position[:, None] + slots).clamp(max=self.pack.input_ids.shape[0] - 1)
         return self.pack.final_hidden[place].to(self.head.head.dtype)
 
-    def metrics(self) -> dict[str, float | list[float]]:
-        """Read and clear what has accumulated since the last call: one device-to-host copy.
-
-        loss (mean per weight), accept_len, accuracy per slot, grad_norm (mean per step), lr, skipped_steps.
-        """
+    def start_reading(self) -> Reading:
+        """Begin to read, and clear, what has accumulated since the last call: one copy, which no GPU step waits for."""
         extra = torch.stack([self.control.lr.double(), self.in_a_row.double()])
-        lr, in_a_row, *sums = torch.cat([extra, self._sums]).tolist()
+        values = torch.cat([extra, self._sums])
         self._sums.zero_()
-        self._skipped_in_a_row_seen = int(in_a_row)
-        skipped, steps, norm, loss, weight, accept, blocks = sums[:_NUM_SUMS]
-        slots = self.shape.block_size - 1
-        correct, counted = sums[_NUM_SUMS : _NUM_SUMS + slots], sums[_NUM_SUMS + slots :]
-        return {
-            "loss": loss / weight if weight else float("nan"),
-            "accept_len": accept / blocks if blocks else float("nan"),
-            "accuracy": [right / total if total else 0.0 for right, total in zip(correct, counted, strict=True)],
-            "grad_norm": norm / steps if steps else float("nan"),
-            "lr": lr,
-            "skipped_steps": skipped,
-        }
+        return Reading(self, values)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Read and clear what has accumulated since the last call, and wait for it; keys as in Reading.result."""
+        return self.start_reading().result()
 
     def state(self) -> dict[str, Tensor]:
         """Everything but the weights that training needs to go on: masters, moments, step, updates, seed."""
@@ -312,6 +304,44 @@ class TrainStep:
         for counter, name in ((self.number, "step"), (self.updates, "updates"), (self.seed, "seed")):
             counter.copy_(state[name])
         self.step = int(state["step"])
+
+
+class Reading:
+    """Accumulated metrics on their way to the host, through a page-locked buffer where they come from a GPU."""
+
+    def __init__(self, step: TrainStep, values: Tensor) -> None:
+        """Start the copy, in the order of the current stream. `values`: learning rate, skipped in a row, the sums."""
+        self.step = step.step
+        self._owner = step
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        self._values = values
+        if self._copied is not None:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy is complete, so that `result` need not wait."""
+        return self._copied is None or self._copied.query()
+
+    def result(self) -> dict[str, float | list[float]]:
+        """Return loss (mean per weight), accept_len, accuracy by slot, grad_norm (mean per step), lr, skipped_steps."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        lr, in_a_row, *sums = self._values.tolist()
+        self._owner.skipped_in_a_row_seen = int(in_a_row)
+        skipped, steps, norm, loss, weight, accept, blocks = sums[:_NUM_SUMS]
+        slots = (len(sums) - _NUM_SUMS) // 2
+        correct, counted = sums[_NUM_SUMS : _NUM_SUMS + slots], sums[_NUM_SUMS + slots :]
+        return {
+            "loss": loss / weight if weight else float("nan"),
+            "accept_len": accept / blocks if blocks else float("nan"),
+            "accuracy": [right / total if total else 0.0 for right, total in zip(correct, counted, strict=True)],
+            "grad_norm": norm / steps if steps else float("nan"),
+            "lr": lr,
+            "skipped_steps": skipped,
+        }
 
 
 class Carried:
