@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pipeline_plot import draw
 from benchmarks.pipeline_shapes import make_run
+from benchmarks.pipeline_sides import HOLD
 from configs.run_files import Trained, write_trained
 from ops.rings import Rings
 from shm_ring import Reader, Ring, SlotSpec
@@ -35,6 +36,7 @@ from shm_ring.errors import RingTimeout
 
 POLL_S = 0.01
 SETUP_LIMIT_S = 240.0
+HYBRID_LIMIT_S = 75.0  # from the start: its kernels tune themselves for long; it must not disturb the others
 
 
 class Times(NamedTuple):
@@ -46,7 +48,7 @@ class Times(NamedTuple):
     other: float
 
 
-FULL, QUICK = Times(8, 6, 61, 15), Times(1, 0.5, 2, 1)
+FULL, QUICK = Times(5, 4, 60.5, 7), Times(1, 0.5, 2, 1)
 
 
 class Sample(NamedTuple):
@@ -81,20 +83,21 @@ class Run:
         """The run's only ring."""
         return self.rings.rings[0]
 
-    def start(self, *roles: str) -> None:
-        """Start sides; they stop at their first gates."""
+    def start(self, *roles: str, hold: bool = False) -> None:
+        """Start sides; they stop at their first gates. `hold`: at gate.begin, before they touch a GPU."""
         for role in roles:
             module = ["benchmarks.pipeline_sides", role, "--rank", "0"]
-            self._spawn(role, module, self.gpus[0 if role == "target" else 1] if self.gpus else "")
+            self._spawn(role, module, self.gpus[0 if role == "target" else 1] if self.gpus else "", hold)
 
     def start_threads(self, seconds: float) -> None:
-        """Start the twin; both GPUs are its own."""
+        """Start the twin, held at gate.begin; both GPUs are its own."""
         devices = ["cuda:0", "cuda:1"] if self.gpus else ["cpu", "cpu"]
         module = ["benchmarks.pipeline_threads", "--seconds", str(seconds), "--devices", *devices]
-        self._spawn("threads", module, ",".join(self.gpus))
+        self._spawn("threads", module, ",".join(self.gpus), hold=True)
 
-    def _spawn(self, role: str, module: list[str], visible: str) -> None:
+    def _spawn(self, role: str, module: list[str], visible: str, hold: bool) -> None:
         environment = os.environ | {
+            HOLD: "1" if hold else "",
             "CUDA_VISIBLE_DEVICES": visible,
             "DFLASH_DEVICE": "cuda:0" if visible else "cpu",
             "OMP_NUM_THREADS": "4" if visible else "1",
@@ -107,13 +110,13 @@ class Run:
         """Let the side that waits there go on."""
         (self.folder / f"gate.{gate}").touch()
 
-    def wait_for(self, *files: str) -> None:
+    def wait_for(self, *files: str, limit_s: float = SETUP_LIMIT_S) -> None:
         """Wait until the files are there. Raises RuntimeError with the log's end if a side has ended."""
-        give_up = time.monotonic() + SETUP_LIMIT_S
+        give_up = time.monotonic() + limit_s
         while not all((self.folder / file).exists() for file in files):
             self.check()
             if time.monotonic() > give_up:
-                raise RuntimeError(f"{self.name}: {files} not reached in {SETUP_LIMIT_S:g} s")
+                raise RuntimeError(f"{self.name}: {files} not reached in {limit_s:g} s")
             time.sleep(POLL_S)
         time.sleep(POLL_S)
 
@@ -250,20 +253,24 @@ class Benchmark:
         with made(self.runs):
             eight, dense = self._run("8b", first), self._run("27b", second)
             recurrent = self._run("27b_hybrid", hybrid, ring_of=dense)
+            twin = self._run("8b_threads", first, ring_of=eight)
+            shared = self._run("8b_shared", first, gpus=self.gpus[1:] * 2, ring_of=eight)
             eight.start("target", "drafter")
             dense.start("target", "drafter")
             recurrent.start("target")
+            self._try("setup", lambda: self._set_up(eight, dense, recurrent))
             self._try("8b", lambda: self._pair(eight, self.times.together))
             eight.end()
+            twin.start_threads(self.times.other)
+            shared.start("target", "drafter", hold=True)
             self._try("27b", lambda: self._pair(dense, self.times.together))
             dense.end("target")
             self._try("27b_hybrid", lambda: self._hybrid(recurrent))
             recurrent.end()
             dense.end()
-            twin, shared = self._run("8b_threads", first), self._run("8b_shared", first, gpus=self.gpus[:1] * 2)
-            twin.start_threads(self.times.other)
-            shared.start("target", "drafter")
-            self._try("8b_threads_twin", lambda: self._twin(twin))
+            for run in (twin, shared):
+                run.open("begin")
+            self._try("8b_threads_twin", lambda: self._twin(twin, shared))
             twin.end()
             self._try("8b_shared", lambda: self._pair(shared, self.times.other, alone=False))
 
@@ -281,14 +288,27 @@ class Benchmark:
         print(f"{time.monotonic() - self.began:.0f} s | {name} | {json.dumps(shown)}", flush=True)
         (self.out / "pipeline_raw.json").write_text(json.dumps(self.results))
 
+    def _set_up(self, *runs: Run) -> dict[str, Any]:
+        """Wait until all are at their gates; a target that takes too long is ended."""
+        *pairs, recurrent = runs
+        for run in pairs:
+            run.wait_for("at.gate.target", "at.gate.alone")
+        try:
+            recurrent.wait_for("at.gate.target", limit_s=max(0.0, HYBRID_LIMIT_S - (time.monotonic() - self.began)))
+        except RuntimeError:
+            recurrent.end()
+            raise
+        return {"seconds": time.monotonic() - self.began}
+
     def _pair(self, run: Run, seconds: float, alone: bool = True) -> dict[str, Any]:
         run.wait_for("at.gate.target", "at.gate.alone")
-        result: dict[str, Any] = {"setup_s": time.monotonic() - self.began}
+        result: dict[str, Any] = {}
         if alone:
             result |= measure_target_alone(run, self.times)
+            result |= measure_drafter_alone(run)
         else:
             run.open("target")
-        result |= measure_drafter_alone(run)
+            run.open("alone")
         run.open("drafter")
         run.wait_for("at.gate.drafter")
         result |= measure_together(run, self.times.settle, seconds)
@@ -299,13 +319,14 @@ class Benchmark:
 
     def _hybrid(self, run: Run) -> dict[str, Any]:
         """Another target feeds the ring of the 27B drafter, with packs that it has not trained yet."""
-        run.wait_for("at.gate.target")
+        run.wait_for("at.gate.target", limit_s=1.0)
         write_trained(run.folder, Trained(0, frozenset(range(run.plan["num_packs"] // 2))))
         run.open("target")
-        return measure_together(run, self.times.settle + self.times.alone, self.times.other)
+        return measure_together(run, self.times.settle + self.times.alone / 2, self.times.other)
 
-    def _twin(self, run: Run) -> dict[str, Any]:
+    def _twin(self, run: Run, shared: Run) -> dict[str, Any]:
         run.wait_for("at.gate.threads")
+        shared.wait_for("at.gate.target", "at.gate.alone")  # its setting up is over
         run.open("threads")
         run.wait_for("threads.json")
         result: dict[str, Any] = json.loads((run.folder / "threads.json").read_text())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import threading
 import time
@@ -23,7 +24,7 @@ import torch
 
 from benchmarks.drafter_step_old import as_before
 from benchmarks.pipeline_shapes import SHAPES, RandomDocuments, random_drafter, random_head, random_model, schedule_of
-from benchmarks.pipeline_sides import wait_for
+from benchmarks.pipeline_sides import HOLD, wait_for
 from configs.load import load_config
 from configs.run_files import read_plan
 from configs.schema import Config
@@ -51,6 +52,8 @@ def produce(maker: PackMaker, num_packs: int, packs: queue.Queue[Any], ended: th
 def consume(step: TrainStep, run: Callable[[], Any], packs: queue.Queue[Any], trained: list[tuple[float, int]]) -> None:
     """Train on packs from the queue until it gives None; notes when how many tokens were done."""
     pack: Pack
+    if step.pack.features.is_cuda:
+        torch.cuda.set_device(step.pack.features.device)  # each thread has its own current device
     while (item := packs.get()) is not None:
         pack, features = item
         fields = {"input_ids": pack.input_ids, "loss_mask": pack.loss_mask, "doc_start": pack.doc_start}
@@ -115,9 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--devices", nargs=2, type=torch.device, required=True)
-    parser.add_argument("--warm-up", type=float, default=5.0)
+    parser.add_argument("--warm-up", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=15.0)
     arguments = parser.parse_args()
+    if os.environ.get(HOLD):
+        wait_for(arguments.run_dir / "gate.begin")
     result = measure(arguments.run_dir, arguments.devices, arguments.warm_up, arguments.seconds)
     (arguments.run_dir / "threads.json").write_text(json.dumps(result))
     print(json.dumps(result), flush=True)

@@ -25,12 +25,13 @@ class Target:
 
     def __init__(self, model: nn.Module, target_layer_ids: Sequence[int], keep_final: bool = True) -> None:
         """Take the trunk out of `model`; without `keep_final`, whatever follows the deepest tap is cut off."""
-        self.trunk: Any = find_trunk(model)
+        trunk: Any = find_trunk(model)
+        self.trunk = trunk
         self.head = output_head(model)
-        self.layers = cast(nn.ModuleList, self.trunk.layers)
+        self.layers = cast(nn.ModuleList, trunk.layers)
         self.target_layer_ids = tuple(target_layer_ids)
         self.is_packed = False
-        self._row_attention = self.trunk.config._attn_implementation
+        self._row_attention = str(trunk.config._attn_implementation)
         self._taken: dict[int, Tensor] = {}
         for number in self.target_layer_ids:
             self.layers[number].register_forward_hook(self._hook(number))
@@ -150,6 +151,18 @@ def load_model(description: TargetDescription, config: TargetConfig, device: tor
         attn_implementation=None if config.attention == "auto" else config.attention,
         device_map="auto" if several else {"": device},
     )
+    return model.eval().requires_grad_(False)
+
+
+def random_model(description: TargetDescription, config: TargetConfig, device: torch.device) -> nn.Module:
+    """Make a target of this architecture with random weights, always the same on one kind of device."""
+    torch.manual_seed(0)
+    options = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    described = transformers.AutoConfig.from_pretrained(description.path)
+    with device:
+        model: nn.Module = model_class(description)._from_config(
+            described, dtype=getattr(torch, description.dtype), **options
+        )
     return model.eval().requires_grad_(False)
 
 
