@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RANDOM_WEIGHTS = "random weights"
+"""plan.json's target_origin where target.random_weights is set."""
+
 
 class Trained(NamedTuple):
     """Packs in the weights when a generation began."""

@@ -51,6 +51,9 @@ class TargetConfig(Section):
     """A local folder or a hub id, as transformers takes it."""
     revision: Text | None = None
     """Branch, tag or commit on the hub; unused for a local folder."""
+    random_weights: Bool = False
+    """Make the weights at random on the device: `model` is then a folder with config.json and a tokenizer, no weights.
+    For measuring speed; nothing that is learnt from such a target means anything."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the target computes in; the ring stores features in it bit for bit. auto: float32 on a CPU,
     else the checkpoint's."""
@@ -366,6 +369,11 @@ class Config(Section):
             raise ValueError(
                 f"loss.labels: {self.loss.labels} needs target.final_hidden: true, got false; "
                 "switch it on, or use hard labels"
+            )
+        if self.target.random_weights and (self.evaluation.enabled or self.drafter.init == "target_last_layers"):
+            raise ValueError(
+                "target.random_weights: there is nothing to evaluate and nothing to start from; set "
+                "evaluation.enabled: false and drafter.init: random"
             )
         if self.ring.min_ready > self.ring.num_slots:
             raise ValueError(

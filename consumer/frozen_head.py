@@ -59,6 +59,15 @@ class FrozenHead:
         return rows if self.draft_to_target is None else self.draft_to_target[rows]
 
 
+def random_head(rows: int, hidden: int, tied: bool, dtype: torch.dtype, device: torch.device) -> FrozenHead:
+    """Make an embedding and a head [rows, hidden] with random weights, for measurements."""
+    generator = torch.Generator(device).manual_seed(0)
+    embedding = torch.empty(rows, hidden, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
+    if tied:
+        return FrozenHead(embedding, embedding)
+    return FrozenHead(embedding, torch.empty_like(embedding).normal_(std=0.02, generator=generator))
+
+
 class CheckpointTensors:
     """Named tensors of a safetensors folder, single file or sharded; reads only what is asked for."""
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from configs.load import ConfigError
+from configs.run_files import RANDOM_WEIGHTS
 from configs.schema import Config, DrafterConfig
 from consumer import float8
 from consumer.drafter import Drafter, DrafterShape, layer_types_of
 from consumer.export.facts import ExportError
 from consumer.export.initial import init_from_export
-from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
+from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head, random_head
 from consumer.memory import estimate_of, require
 from ops.telemetry import Log
 
@@ -95,7 +96,13 @@ def make_drafter(config: Config, plan: dict[str, Any], device: torch.device, log
 
 
 def make_head(plan: dict[str, Any], dtype: torch.dtype, device: torch.device) -> FrozenHead:
-    """Read the target's embedding and head, reduced to the draft vocabulary if there is one. Raises HeadError."""
+    """Read the target's embedding and head, reduced to the draft vocabulary if there is one. Raises HeadError.
+
+    Where the target's weights are random (target.random_weights), so are these.
+    """
     target = plan["target"]
+    if plan.get("target_origin") == RANDOM_WEIGHTS:
+        head = random_head(target["vocab_size"], target["hidden"], target["tie_word_embeddings"], dtype, device)
+        return head if plan["draft_vocab"] is None else head.reduced(plan["draft_vocab"])
     head = load_frozen_head(Path(target["path"]), target["tie_word_embeddings"], dtype, device)
     return head if plan["draft_vocab"] is None else head.reduced(plan["draft_vocab"])

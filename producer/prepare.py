@@ -19,7 +19,7 @@ import transformers
 from configs.load import ConfigError, load_config
 from configs.pack import pack_fields
 from configs.resume import conflicts
-from configs.run_files import plan_path, write_atomically
+from configs.run_files import RANDOM_WEIGHTS, plan_path, write_atomically
 from configs.schema import Config
 from ops.telemetry import Log
 from producer.corpus.cache import fail_on_skipped, tokenized
@@ -76,7 +76,7 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     _report(log, report, schedule.num_packs, schedule.fill())
     plan = {
         "target": target.as_dict(),
-        "target_origin": folder.origin,
+        "target_origin": RANDOM_WEIGHTS if config.target.random_weights else folder.origin,
         "slot_spec": slot_spec(config, target, digest).to_json(),
         "data_digest": digest,
         "identity": identity,

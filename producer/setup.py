@@ -13,7 +13,7 @@ from producer import selfcheck
 from producer.packed import CannotPack
 from producer.row_plan import row_length
 from producer.target import TargetDescription, TargetError
-from producer.trunk import Target, load_model
+from producer.trunk import Target, load_model, random_model
 
 Load = Callable[[], nn.Module]
 WARM_UP_TOKENS = 512
@@ -27,7 +27,8 @@ def make_target(
     Raises TargetError where the check fails. Reading packed and compiling are tried first, checked, and given up with
     one line where they do not work.
     """
-    model = load() if load else load_model(description, config.target, device)
+    make = random_model if config.target.random_weights else load_model
+    model = load() if load else make(description, config.target, device)
     target = Target(model, description.target_layer_ids)
     reference = selfcheck.read_alone(target)
     selfcheck.check_head(target, model, reference)
