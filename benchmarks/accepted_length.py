@@ -127,7 +127,10 @@ def train(run: Run) -> None:
     for size in run.blocks:
         command = [sys.executable, "launch.py", "configs/smollm2.yaml", "--name", f"b{size}"]
         settings = [f"run.folder={run.work / 'runs'}", f"target.model={run.target}", f"drafter.block_size={size}"]
-        settings += [f"data.sources.0.path={run.work / 'train.jsonl'}", f"training.max_seconds={run.seconds}"]
+        settings += [
+            f"data.sources=[{{path: {run.work / 'train.jsonl'}, kind: chat}}]",
+            f"training.max_seconds={run.seconds}",
+        ]
         if run.quick:
             settings += ["target.devices=[cpu]", "training.devices=[cpu]", "pack.tokens=256", "anchors.num=8"]
             settings += ["training.max_steps=4", "training.precision=float32", "drafter.num_layers=1"]
@@ -161,7 +164,7 @@ def evaluate(run: Run) -> None:
     for size in exports:
         decoded = run.out / f"eval_b{size}" / "eval.json"
         if decoded.exists():
-            run.record("decode", block_size=size, **json.loads(decoded.read_text()))
+            run.record("decode", drafter=size, found=json.loads(decoded.read_text()))
 
 
 def _export(run: Run, size: int) -> Path | None:
@@ -178,7 +181,7 @@ def _decode(run: Run, folder: Path, size: int) -> subprocess.Popen[bytes]:
         files.append(run.work / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
     command = [sys.executable, "launch.py", "eval", str(folder), "--target", str(run.target), "--prompts"]
-    command += [*map(str, files), "--limit", "1" if run.quick else "5", "--tree", "16", "64"]
+    command += [*map(str, files), "--limit", "1" if run.quick else "3", "--tree", "16", "64"]
     command += ["--max-new-tokens", "8" if run.quick else "128", "--device", str(run.device)]
     log = (run.out / f"decode_b{size}.log").open("w")
     return subprocess.Popen([*command, "--out", str(run.out / f"eval_b{size}")], stdout=log, stderr=subprocess.STDOUT)

@@ -47,9 +47,10 @@ class Reader:
         """Taps [n, K*H] and final hidden state [n, H] of each row; rows are padded on the right."""
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
-        states = self.model.model(ids, use_cache=False, output_hidden_states=True).hidden_states
-        taps = torch.cat([states[number + 1] for number in self.layer_ids], dim=-1)
-        return [(taps[row, : len(ids)].clone(), states[-1][row, : len(ids)].clone()) for row, ids in enumerate(rows)]
+        output = self.model.model(ids, use_cache=False, output_hidden_states=True)
+        taps = torch.cat([output.hidden_states[number + 1] for number in self.layer_ids], dim=-1)
+        final = output.last_hidden_state
+        return [(taps[row, : len(given)].clone(), final[row, : len(given)].clone()) for row, given in enumerate(rows)]
 
     @torch.inference_mode()
     def write(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:

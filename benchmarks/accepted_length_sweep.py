@@ -83,11 +83,12 @@ class Bench:
         """Read the corpus with the target: bf16 features of all packs stay on the device."""
         self.target, self.device, self.dtype, self.quick, self.layer_ids = target, device, dtype, quick, layer_ids
         self.tokens, self.num_steps = (256, 4) if quick else (4096, 600)
+        most_packs = 4 if quick else 400
         self.head = load_frozen_head(target, True, torch.float32, device)
         documents = _documents(reader, corpus, self.tokens)
         self.successor = _successors(documents)
-        self.packs = _packs(reader, documents, self.tokens, device)
-        self.num_tokens = sum(len(ids) for ids, _ in documents)
+        self.packs = _packs(reader, documents, self.tokens, device, most_packs)
+        self.num_tokens = sum(int((pack.doc_start >= 0).sum()) for pack in self.packs)
         described = json.loads((target / "config.json").read_text())
         self._described = {
             "hidden": described["hidden_size"], "intermediate": described["intermediate_size"],
@@ -178,9 +179,9 @@ def _successors(documents: list[tuple[list[int], int]]) -> dict[int, int]:
 
 
 def _packs(
-    reader: Reader, documents: list[tuple[list[int], int]], tokens: int, device: torch.device
+    reader: Reader, documents: list[tuple[list[int], int]], tokens: int, device: torch.device, most: int
 ) -> list[PackTensors]:
-    """Fill packs in the given (random) order and read their documents, one forward a pack."""
+    """Fill at most so many packs in the given (random) order and read their documents, one forward a pack."""
     groups: list[list[tuple[list[int], int]]] = [[]]
     filled = 0
     for document in documents:
@@ -189,7 +190,7 @@ def _packs(
             filled = 0
         groups[-1].append(document)
         filled += len(document[0])
-    return [_pack(reader, group, tokens, device) for group in groups if group]
+    return [_pack(reader, group, tokens, device) for group in groups[:most] if group]
 
 
 def _pack(reader: Reader, group: list[tuple[list[int], int]], tokens: int, device: torch.device) -> PackTensors:

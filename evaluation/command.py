@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -20,7 +21,11 @@ def evaluate(path: Path, options: argparse.Namespace) -> None:
     device = device_of(options.device)
     subject = load_subject(path, options.target, device, options.dtype)
     found = measure(subject, plan, device, lambda line: print(line, flush=True))
-    report.write(as_json(subject, plan, found, device), options.out or path / "eval", Console())
+    report.write(
+        as_json(subject, plan, found, device),
+        options.out or path / "eval",
+        Console(width=None if sys.stdout.isatty() else 120),
+    )
 
 
 def plan_of(options: argparse.Namespace) -> Plan:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 def table(result: dict[str, Any]) -> Table:
     """Draw the table of an evaluation (measure.as_json)."""
-    title = f"{result['drafter']} for {result['target']}, B {result['block_size']}, {result['device']}"
+    title = f"{result['drafter']} for {Path(result['target']).name}, B {result['block_size']}, {result['device']}"
     if result["temperature"]:
         title += f", temperature {result['temperature']:g}"
     drawn = Table(title=title, title_justify="left")
