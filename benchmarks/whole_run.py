@@ -1,12 +1,12 @@
 """How fast is a whole run, started as a user starts it? Any configuration; made for configs/eight_gpus_*.yaml.
 
-    python -m benchmarks.whole_run CONFIG [--set ...] [--seconds 90] [--disturb] --out DIR [--results FILE]
+    python -m benchmarks.whole_run CONFIG [--set ...] [--seconds 90] [--disturb restart target drafter] --out DIR
 
 Writes random documents (log-normal, median 600 tokens, up to 8192), runs `launch.py CONFIG`, and when the ring has
 settled counts what the drafters released. The clock: counters of all rings, asked once a second through `launch.py`'s
-own status, from the first to the last answer; times the mean of valid tokens per pack. `--disturb`: then `restart
-drafter`, then kill -9 of a target; nothing may be lost. The run is stopped gracefully, and its last checkpoint has to
-hold each pack once.
+own status, from the first to the last answer; times the mean of valid tokens per pack. `--disturb`: then, in the given
+order, `restart drafter`, kill -9 of a target, kill -9 of the last drafter; nothing may be lost. The run is stopped
+gracefully, and its last checkpoint has to hold each pack once.
 """
 
 from __future__ import annotations
@@ -123,19 +123,20 @@ def measure(watched: Watched, seconds: float) -> dict[str, Any]:
     }
 
 
-def disturb(watched: Watched) -> dict[str, Any]:
-    """Restart the drafters, then kill a target; both must come back and packs flow again."""
+def disturb(watched: Watched, what: str) -> float:
+    """Restart the drafters, or kill -9 the last process of a side; returns the seconds until packs flow again."""
     began = time.monotonic()
-    lines = commands.restart(watched.folder, "drafter", [], READY_LIMIT_S)
+    if what == "restart":
+        commands.restart(watched.folder, "drafter", [], READY_LIMIT_S)
+    else:
+        processes = commands.status(watched.folder)["processes"]
+        victim = [each for each in processes if each["role"] == what][-1]
+        os.kill(victim["pid"], signal.SIGKILL)
+        watched.wait_until(lambda status: _process(status, victim["name"]).get("state") == "restarting", 30)
+        watched.wait_until(lambda status: _process(status, victim["name"]).get("state") == "running")
     _flows_again(watched)
-    restart_s = time.monotonic() - began
-    target = next(each for each in commands.status(watched.folder)["processes"] if each["role"] == "target")
-    os.kill(target["pid"], signal.SIGKILL)
-    began = time.monotonic()
-    watched.wait_until(lambda status: _process(status, target["name"]).get("state") == "restarting", 30)
-    watched.wait_until(lambda status: _process(status, target["name"]).get("state") == "running")
-    _flows_again(watched)
-    return {"restart_drafter_s": restart_s, "restart_lines": lines, "target_back_s": time.monotonic() - began}
+    watched.sample()
+    return time.monotonic() - began
 
 
 def _flows_again(watched: Watched) -> None:
@@ -203,7 +204,7 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--disturb", action="store_true")
+    parser.add_argument("--disturb", nargs="*", choices=("restart", "target", "drafter"), default=[])
     parser.add_argument("--documents", type=int, default=DOCUMENTS)
     parser.add_argument("--median", type=int, default=MEDIAN)
     parser.add_argument("--out", type=Path, required=True)
@@ -224,8 +225,7 @@ def main() -> int:
     result["drafters"] = len(config.training.devices)
     try:
         result |= measure(watched, arguments.seconds)
-        if arguments.disturb:
-            result["disturbed"] = disturb(watched)
+        result["back_after_s"] = {what: round(disturb(watched, what), 1) for what in arguments.disturb}
         watched.process.send_signal(signal.SIGINT)
         watched.process.wait(180)
         result["records"] = check_records(watched.folder)

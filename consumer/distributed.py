@@ -121,14 +121,15 @@ class Ranks:
         self.waited_s = 0.0
         """Seconds spent in `exchange`: the others were slower, or had no pack."""
         self._on_gpu = device.type == "cuda"
-        self._device_group: dist.ProcessGroup | None = None
+        self.device_group: dist.ProcessGroup | None = None
+        """NCCL's group of all ranks; None on CPUs."""
         if self.world > 1:
             limit = timedelta(seconds=timeout_s)
             store = _meet(place)
             with _naming(f"drafter {self.rank}: joining {self.world} ranks"):
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=limit)
                 if self._on_gpu:
-                    self._device_group = dist.new_group(backend="nccl", timeout=limit)
+                    self.device_group = dist.new_group(backend="nccl", timeout=limit)
 
     def exchange(self, offer: Offer) -> Turn:
         """Tell every rank this one's offer and return all of them; waits for the slowest. Raises PeerLost."""
@@ -165,15 +166,15 @@ class Ranks:
         if self.world > 1:
             with _naming(f"drafter {self.rank}: receiving the weights"):
                 for tensor in tensors:
-                    dist.broadcast(tensor, src=0, group=self._device_group if tensor.is_cuda else None)
+                    dist.broadcast(tensor, src=0, group=self.device_group if tensor.is_cuda else None)
 
     def reduction_of(self, step: TrainStep) -> Reduction | None:
         """Make what adds up a step's gradients over all ranks; None for one rank."""
         if self.world == 1:
             return None
-        if self._device_group is not None and step.carried is None:
-            return WhileBackward(step.flat, self._device_group)
-        return AfterBackward(step.flat, self._device_group)
+        if self.device_group is not None and step.carried is None:
+            return WhileBackward(step.flat, self.device_group)
+        return AfterBackward(step.flat, self.device_group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
