@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 @pytest.fixture
-def on_gpus(tiny: Tiny) -> Iterator[Tiny]:
+def on_gpus(tiny: Tiny) -> Tiny:
     """The tiny run with its target on one GPU and a drafter on each."""
     config = yaml.safe_load(tiny.config.read_text())
     config["target"] |= {"devices": ["cuda:0"], "dtype": "bfloat16"}
     config["training"] |= {"devices": ["cuda:0", "cuda:1"], "epochs": 6}
     config["evaluation"] = {"enabled": False}
     tiny.config.write_text(yaml.safe_dump(config))
-    yield tiny
+    return tiny
 
 
 def test_two_captured_ranks_add_up_their_gradients_and_stay_equal(tmp_path: Path) -> None:
