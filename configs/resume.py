@@ -32,9 +32,16 @@ def digest_of(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
+def named(shown: str, digest: str) -> dict[str, str]:
+    """A value that is compared by its digest and shown by a name, which may differ where the digest does not."""
+    return {"shown": shown, "digest": digest}
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value["digest"]
     return list(value) if isinstance(value, tuple) else value
 
 
 def _shown(value: Any) -> str:
-    return str(_plain(value))
+    return f"{value['shown']} ({value['digest'][:12]})" if isinstance(value, dict) else str(_plain(value))

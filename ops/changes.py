@@ -37,8 +37,21 @@ def change(config: Config, overrides: Sequence[str], allowed: Sequence[str], wha
     bad = [key for key in keys if not key.startswith(tuple(allowed)) or key in _FIXED]
     if bad:
         may = ", ".join(f"{key}*" if key.endswith(".") else key for key in allowed)
-        raise ConfigError([f"{key}: {what} cannot change it (it can change {may}); start a new run" for key in bad])
+        old, new = config.model_dump(mode="json"), changed.model_dump(mode="json")
+        raise ConfigError(
+            [
+                f"{key}: {what} cannot change it from {_value(old, key)} to {_value(new, key)} (it can change {may}); "
+                "start a new run"
+                for key in bad
+            ]
+        )
     return changed
+
+
+def _value(plain: dict[str, Any], key: str) -> Any:
+    for word in key.split("."):
+        plain = plain[word]
+    return plain
 
 
 def change_on_restart(run_dir: Path, config: Config, overrides: Sequence[str], role: str) -> Config:

@@ -18,7 +18,7 @@ import transformers
 
 from configs.load import ConfigError, load_config
 from configs.pack import pack_fields
-from configs.resume import conflicts
+from configs.resume import conflicts, named
 from configs.run_files import RANDOM_WEIGHTS, plan_path, write_atomically
 from configs.schema import Config
 from ops.telemetry import Log
@@ -65,10 +65,10 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     documents = Documents(run_dir / "data")
     check_tokens(documents, target, tokenizer)
     identity = {
-        "target.model": f"{target.name} ({target_digest(folder.path)})",
+        "target.model": named(target.name, target_digest(folder.path)),
         "target.target_layer_ids": list(target.target_layer_ids),
         "pack.tokens": config.pack.tokens,
-        "data": f"{digest[:16]} ({len(documents)} documents, {report.tokens} tokens)",
+        "data": named(f"{len(documents)} documents, {report.tokens} tokens", digest),
         "run.seed": config.run.seed,
     }
     check_resume(run_dir, identity)
@@ -166,7 +166,7 @@ def target_digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as weights:
             digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(HEADER_BYTES))
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()
 
 
 def check_resume(run_dir: Path, identity: dict[str, Any]) -> None:

@@ -1,0 +1,107 @@
+"""A run that is interrupted goes on as if nothing had happened, and one that would go on wrongly is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from consumer.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
+from tests.end_to_end.test_run_tiny import Tiny, planned_packs
+
+SETTINGS = {
+    "training.epochs": 4, "training.max_steps": 100, "training.log_every_steps": 1, "checkpoint.every_steps": 10,
+    "checkpoint.keep": 20, "optimizer.warmup_share": 0.1, "optimizer.lr": 6e-4, "pack.window_packs": 1,
+    "evaluation.enabled": "false", "training.steps_per_pack": 1,
+}  # fmt: skip
+"""One pack at a time is read, so that packs come in the order of their ids whenever a run begins."""
+
+
+def words(**more: object) -> list[str]:
+    settings = SETTINGS | more
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[tuple[Tiny, Tiny]]:
+    made = tuple(Tiny(tmp_path / name, f"resume-{name}-{os.getpid()}") for name in ("unbroken", "broken"))
+    yield made  # type: ignore[misc]
+    for run in made:
+        if run.process is not None and run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+            run.process.communicate(timeout=60)
+
+
+def step(tiny: Tiny, number: int) -> Checkpoint:
+    return read_checkpoint(tiny.dir / "checkpoints" / f"step-{number}")
+
+
+def assert_equal(first: Checkpoint, second: Checkpoint) -> None:
+    assert first.trained == second.trained
+    for one, two in ((first.drafter(), second.drafter()), (first.state(), second.state())):
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            assert (tensor.double() - two[name].double()).abs().max() < 1e-6, name
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_weights_moments_and_learning_rates_equal_an_unbroken_run(runs: tuple[Tiny, Tiny]) -> None:
+    """Case T-06: everything is killed at once after step 50; weights to 1e-6, each step's learning rate the same.
+
+    Afterwards other hyperparameters are taken at a resume.
+    """
+    unbroken, broken = runs
+    for run in runs:
+        run.folder.mkdir(exist_ok=True)
+    unbroken.launch(*words())
+    assert unbroken.end()[0] == 0
+    process = broken.launch(*words())
+    broken.wait_for(lambda: any(line["step"] >= 52 for line in broken.metrics("drafter")))
+    process.kill()  # the launcher; its children follow it
+    process.communicate()
+    stopped = newest_checkpoint(broken.dir / "checkpoints", print)
+    assert stopped is not None
+    assert 40 <= stopped.step < 100
+    broken.launch(*words())
+    code, out = broken.end()
+    assert code == 0, out
+    assert f"resumed | step={stopped.step}" in (broken.dir / "logs" / "drafter0.log").read_text()
+    for number in (60, 100):
+        assert_equal(step(unbroken, number), step(broken, number))
+    rates = [{line["step"]: line["lr"] for line in run.metrics("drafter")} for run in runs]
+    assert rates[0].keys() == rates[1].keys() == set(range(1, 101))
+    assert all(rates[0][number] == pytest.approx(rates[1][number], abs=1e-12) for number in rates[0])
+    assert rates[1][50] == pytest.approx(3.5209e-4, abs=1e-8)
+    assert rates[1][51] == pytest.approx(3.4175e-4, abs=1e-8)
+    changed = {"training.max_steps": 110, "optimizer.lr": 1e-4, "loss.gamma": 2.0, "anchors.num": 8}
+    broken.launch(*words(**changed, **{"loss.decay": "none"}))
+    code, out = broken.end()
+    assert code == 0, out
+    assert step(broken, 110).meta["config"]["anchors"]["num"] == 8
+    assert len(step(broken, 110).trained) == 110 < planned_packs(broken)
+
+
+def test_a_checkpoint_of_a_cpu_run_holds_what_a_resume_needs(runs: tuple[Tiny, Tiny]) -> None:
+    run, _ = runs
+    run.launch(*words(**{"training.max_steps": 3}))
+    assert run.end()[0] == 0
+    saved = step(run, 3)
+    state = saved.state()
+    assert {"step", "updates", "seed"} <= state.keys()
+    assert {name.split(".")[0] for name in state} >= {"exp_avg", "exp_avg_sq"}
+    assert int(state["step"]) == 3
+    assert {
+        "identity",
+        "config",
+        "config_digest",
+        "data_digest",
+        "template",
+        "generation",
+        "trained",
+    } <= saved.meta.keys()
+    assert saved.meta["template"]["kwargs"] == {}
+    assert all(torch.isfinite(tensor).all() for tensor in saved.drafter().values())

@@ -1,0 +1,132 @@
+"""What a checkpoint is bound to: another target, other taps, packs or data are refused with both values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.load import ConfigError, config_from
+from configs.resume import conflicts
+from configs.schema import Config
+from consumer.checkpoint import save_checkpoint
+from ops.changes import change_on_restart
+from ops.telemetry import Log
+from producer.prepare import prepare
+from tests.helpers.tiny_target import save_target, write_chats
+
+
+class Run:
+    """A run folder with a checkpoint of some steps, and preparations of changed configurations."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "runs" / "r"
+        self.target = save_target(folder / "target")
+        self.run_dir.mkdir(parents=True)
+        write_chats(folder / "chats.jsonl", 20)
+
+    def config(self, *overrides: str) -> Config:
+        raw: dict[str, Any] = {
+            "target": {"model": str(self.target), "target_layer_ids": [1, 4]},
+            "data": {"sources": [{"path": str(self.folder / "chats.jsonl")}]},
+            "pack": {"tokens": 128},
+        }
+        return config_from(raw, overrides)
+
+    def prepare(self, *overrides: str) -> dict[str, Any]:
+        return prepare(self.run_dir, self.config(*overrides), Log("prepare", 0), on_gpu=False)
+
+    def save(self, step: int, plan: dict[str, Any]) -> None:
+        meta = {"identity": plan["identity"]}
+        weights = {"w": torch.ones(1)}
+        save_checkpoint(self.run_dir / "checkpoints", step, weights, {"s": torch.ones(1)}, frozenset({0}), meta)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made = Run(tmp_path_factory.mktemp("bound"))
+    plan = made.prepare()
+    made.save(0, plan)
+    made.save(7, plan)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "values"),
+    [
+        ("target.target_layer_ids=[1,5]", "target.target_layer_ids", ("[1, 4]", "[1, 5]")),
+        ("pack.tokens=256", "pack.tokens", ("128", "256")),
+        ("run.seed=3", "run.seed", ("0", "3")),
+        ("data.heldout_documents=4", "data", ("20 documents", "16 documents")),
+    ],
+)
+def test_a_change_that_would_be_silently_wrong_is_refused(
+    run: Run, override: str, name: str, values: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run.prepare(override)
+    (line,) = [line for line in caught.value.problems if line.startswith(f"{name}: ")]
+    assert "step-7 was trained with" in line
+    assert all(value in line for value in values)
+    assert caught.value.exit_code == 2
+
+
+def test_another_target_of_the_same_name_is_refused_and_a_moved_one_is_not(run: Run, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(run.target, moved)
+    assert run.prepare(f"target.model={moved}")["target"]["path"] == str(moved)
+    weights = run.target / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.write_bytes(kept[:-4])
+        with pytest.raises(ConfigError, match=r"target\.model"):
+            run.prepare()
+    finally:
+        weights.write_bytes(kept)
+
+
+def test_hyperparameters_and_numbers_of_processes_may_change(run: Run) -> None:
+    more = ["optimizer.lr=1e-5", "loss.gamma=3", "loss.decay=dpace", "anchors.num=9", "training.epochs=3"]
+    plan = run.prepare(*more, "target.devices=[cpu, cpu]", "training.devices=[cpu, cpu]")
+    assert plan["num_packs"] > 0
+
+
+def test_initial_weights_alone_bind_nothing(tmp_path: Path) -> None:
+    other = Run(tmp_path)
+    other.save(0, other.prepare())
+    assert other.prepare("pack.tokens=256")["num_packs"] > 0
+
+
+def test_names_that_one_side_lacks_are_no_conflict() -> None:
+    assert conflicts({"a": 1, "old": 2}, {"a": 1, "new": 3}, "step-1") == []
+    assert conflicts({"a": [1]}, {"a": (1,)}, "step-1") == []
+    assert len(conflicts({"a": 1, "b": 2}, {"a": 2, "b": 3}, "step-1")) == 2
+
+
+def test_a_restart_of_the_drafter_takes_hyperparameters_and_refuses_the_rest_with_both_values(
+    run: Run, tmp_path: Path
+) -> None:
+    config = run.config()
+    kept = ["optimizer.lr=1e-5", "loss.gamma=2", "anchors.num=3", "loss.decay=none"]
+    changed = change_on_restart(tmp_path, config, kept, "drafter")
+    assert (changed.optimizer.lr, changed.loss.gamma, changed.anchors.num) == (1e-5, 2.0, 3)
+    for override, old, new in (
+        ("target.target_layer_ids=[1,5]", "[1, 4]", "[1, 5]"),
+        ("pack.tokens=256", "128", "256"),
+        ("target.model=other", str(run.target), "other"),
+        ("data.max_documents=3", "None", "3"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            change_on_restart(tmp_path, config, [override], "drafter")
+        (line,) = caught.value.problems
+        assert line.startswith(override.partition("=")[0])
+        assert f"from {old} to {new}" in line
+
+
+def test_the_identity_is_in_the_plan(run: Run) -> None:
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert set(plan["identity"]) == {"target.model", "target.target_layer_ids", "pack.tokens", "data", "run.seed"}
