@@ -1,14 +1,17 @@
 """The target decoding one prompt: its KV cache grows with every token read and is cropped back to what was accepted.
 
 Unlike verifier.py, which keeps many rows in one batch, this is how a server decodes: batch 1, nothing masked. It also
-reads a whole tree of drafted tokens in one pass (ddtree.py). Layers with a recurrent or sliding state are cropped by
-transformers' own record of the past; they cannot read a tree, since only attention can mask a sibling out.
+reads a whole tree of drafted tokens in one pass (ddtree.py). Sliding layers are cropped by transformers' own record of
+the past. A recurrent state cannot be cropped: it is put back as it was before the block, and the accepted tokens are
+read again (a server keeps the state after each token instead). Neither kind can read a tree, since only attention can
+mask a sibling out.
 
 Shapes: n tokens read, C cached tokens, H hidden, K taps, V vocabulary.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +48,8 @@ class TargetSession:
         kinds = set(getattr(trunk.config, "layer_types", None) or ["full_attention"])
         self.other_layers = sorted(kinds - {"full_attention"})
         """Kinds of layer that cannot read a tree; empty if all layers can."""
+        self._recurrent = bool(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+        self._before: tuple[Any, Tensor] | None = None
         inner = trunk.forward
         self._keyword = "cache" if "cache" in signature(inner).parameters else "past_key_values"
         self._cache: Any = None
@@ -71,12 +76,15 @@ class TargetSession:
         self._cache.activate_past_recording()
         ids = torch.tensor([prompt], device=self.device)
         read = self._run(ids, logits_to_keep=1)
+        self._before = None
         self._cache.crop(0)
         return read
 
     @torch.inference_mode()
     def read(self, tokens: Tensor) -> Read:
         """Read [n] tokens after what is cached; `keep` must follow."""
+        if self._recurrent:
+            self._before = (deepcopy(self._cache), tokens)
         return self._run(tokens[None])
 
     @torch.inference_mode()
@@ -90,9 +98,16 @@ class TargetSession:
         mask[:, past:] = visible
         return self._run(tokens[None], position_ids=(past + depth)[None], attention_mask=mask[None, None])
 
+    @torch.inference_mode()
     def keep(self, length: int) -> None:
-        """Crop the cache to its first `length` tokens."""
-        self._cache.crop(length - self.length)
+        """Crop the cache to its first `length` tokens, which may end inside the last block read."""
+        if self._before is None or length == self.length:
+            self._cache.crop(length - self.length)
+            return
+        self._cache, block = self._before
+        self._before = None
+        self._run(block[None, : length - self.length])
+        self._cache.crop(0)
 
     def keep_path(self, past: int, nodes: Tensor) -> None:
         """After read_tree: keep the first `past` tokens and the tree's `nodes` (ascending, root first)."""
