@@ -89,7 +89,6 @@ def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: An
             f"target.target_layer_ids: expected distinct ids in 0..{num_layers - 1} ({name} has {num_layers} layers), "
             f"got {list(layer_ids)}"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
     eos = text.eos_token_id if text.eos_token_id is not None else tokenizer.eos_token_id
     return TargetDescription(
         path=str(folder),
@@ -102,7 +101,7 @@ def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: An
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         vocab_size=int(text.vocab_size),
-        rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0),
+        rope_theta=rope_theta_of(text, name),
         rms_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         max_position_embeddings=int(text.max_position_embeddings),
         tie_word_embeddings=bool(outer.tie_word_embeddings),
@@ -113,6 +112,27 @@ def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: An
         eos_token_ids=tuple(eos) if isinstance(eos, list) else ((eos,) if eos is not None else ()),
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+DEFAULT_ROPE_THETA = 10000.0
+
+
+def rope_theta_of(text: Any, name: str) -> float:
+    """Find the base of the target's rotary positions; the drafter turns whole heads with it.
+
+    A partial factor, sections or scaling stay the target's own: the drafter is not trained with them. Where kinds of
+    layers differ, full attention's base counts. A target without rotary positions gives 10000, the usual one. Raises
+    TargetError for a base that is not positive.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope and all(isinstance(kind, dict) for kind in rope.values()):
+        rope = rope.get("full_attention") or next(iter(rope.values()))
+    theta = rope.get("rope_theta", getattr(text, "rope_theta", None))
+    if theta is None:
+        return DEFAULT_ROPE_THETA
+    if float(theta) <= 0:
+        raise TargetError(f"target.model: {name}: rope_theta must be positive, got {theta}; mend its config.json")
+    return float(theta)
 
 
 def _dtype(wanted: str, outer: Any, on_gpu: bool) -> str:
