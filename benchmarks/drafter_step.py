@@ -4,10 +4,11 @@
     python -m benchmarks.drafter_step_all --out DIR --results FILE                  everything, about 4 minutes
 
 The clock runs from the start of one step to the start of the next (CUDA events; 5 warm-up steps, then 20), with the
-pack already on the device. Variants: `captured` is what training runs; `eager` the same lines launched one by one;
-`old` a twin of the pipeline that this one replaced (two create_block_mask calls a step, nothing compiled but the
-attention, eight values read by the host each step); `speculators` that project's 0.9.0 model, loss and optimizer
-(drafter_step_speculators.py). bfloat16 products, float32 masters, AdamW, clip 1.
+pack already on the device. Variants: `captured` is what training runs (and, in the same process, `fp8`: the same with
+`precision: fp8`); `eager` the same lines launched one by one; `old` a twin of the pipeline that this one replaced (two
+create_block_mask calls a step, nothing compiled but the attention, eight values read by the host each step);
+`speculators` that project's 0.9.0 model, loss and optimizer (drafter_step_speculators.py). bfloat16 products, float32
+masters, AdamW, clip 1.
 Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers of window 2048, B = 16.
 """
 
@@ -32,6 +33,7 @@ from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
 from consumer.drafter import SLIDING, Drafter, DrafterShape
 from consumer.frozen_head import FrozenHead
+from consumer.products import measured
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
@@ -137,8 +139,8 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 def wait_for_turn() -> None:
     """Let measurements started together compile at the same time and measure one after another.
 
-    STEP_GATE names a folder, STEP_GATE_COUNT how many must be ready before the first one measures (at most 240 s). The
-    turn ends with the process.
+    STEP_GATE names a folder, STEP_GATE_COUNT how many must be ready before the first one measures (at most 240 s);
+    STEP_GATE_FILE, if set, must exist too. The turn ends with the process.
     """
     gate = os.environ.get("STEP_GATE")
     if not gate or _turn:
@@ -146,7 +148,10 @@ def wait_for_turn() -> None:
     folder = Path(gate)
     (folder / f"ready.{os.getpid()}").touch()
     until = time.monotonic() + 240
-    while len(list(folder.glob("ready.*"))) < int(os.environ["STEP_GATE_COUNT"]) and time.monotonic() < until:
+    also = Path(os.environ.get("STEP_GATE_FILE", gate))
+    while time.monotonic() < until and not (
+        len(list(folder.glob("ready.*"))) >= int(os.environ["STEP_GATE_COUNT"]) and also.exists()
+    ):
         time.sleep(0.05)
     _turn.append((folder / "turn").open("w"))
     fcntl.flock(_turn[0], fcntl.LOCK_EX)
@@ -163,60 +168,77 @@ def memory() -> dict[str, float]:
     }
 
 
-def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None, attention: Any) -> dict[str, Any]:
-    """Measure this project's step."""
+def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None, attention: Any) -> list[dict[str, Any]]:
+    """Measure this project's step; a captured one in 8 bits too."""
     step = make_step(size, chunk_rows)
-    run: Callable[[], Any]
-    facts: dict[str, Any]
     if variant == "old":
         from benchmarks.drafter_step_old import as_before
 
-        run, facts = as_before(step), {}
-    else:
+        return [_measured(step, as_before(step), picture)]
+    began = time.perf_counter()
+    lines: list[str] = []
+    prepare(step, True, False, lines.append, attention, tune=False)
+    step.run()  # kernels are compiled while others measure
+    torch.cuda.synchronize()
+    compile_s = time.perf_counter() - began
+    wait_for_turn()
+    results = []
+    for in_float8 in (False, True) if variant == "captured" else (False,):
+        step.drafter.use_float8(in_float8)
         began = time.perf_counter()
-        lines: list[str] = []
-        replays = prepare(
-            step, compile_parts=True, cuda_graph=variant != "eager", say=lines.append, attention=attention
-        )
-        facts = {
-            "prepare_s": round(time.perf_counter() - began, 1),
+        replays = prepare(step, True, variant == "captured", lines.append, attention)
+        took_s = time.perf_counter() - began
+        result = _measured(step, step.run, None if in_float8 else picture)
+        result |= {
+            "variant": "fp8" if in_float8 else variant,
+            "compile_s": round(compile_s, 1),
+            "prepare_s": round(took_s, 1),
             "replays": replays,
             "said": lines,
             "attention": step.attention_note,
+            "products_ms": measured(),
+            "after_capture_gb": torch.cuda.memory_reserved() / 1e9,
         }
-        run = step.run
+        if replays:
+            result["failed_checks"] = self_check(step, 1e-3)
+        results.append(result)
+        step.execute = step.on_device  # lets go of the graph and its memory
+    return results
+
+
+def _measured(step: TrainStep, run: Callable[[], Any], picture: Path | None) -> dict[str, Any]:
     result = timed(run)
     metrics = step.metrics()
     result |= memory() | {"loss": metrics["loss"], "skipped_steps": metrics["skipped_steps"]}
-    result["breakdown"] = breakdown(run, picture)
-    if variant == "captured":
-        result |= facts | {"failed_checks": self_check(step, 1e-3)}
-    return result
+    return result | {"breakdown": breakdown(run, picture)}
 
 
-def measure(name: str, variant: str, chunk_rows: int, picture: Path | None, attention: str) -> dict[str, Any]:
-    """One measurement with what is needed to read it."""
+def measure(name: str, variant: str, chunk_rows: int, picture: Path | None, attention: str) -> list[dict[str, Any]]:
+    """One measurement, or two, with what is needed to read it."""
     size = SIZES[name]
     if variant == "speculators":
         from benchmarks.drafter_step_speculators import speculators
 
-        result = speculators(size, shape_of(size))
+        results = [speculators(size, shape_of(size))]
     else:
-        result = ours(size, variant, chunk_rows, picture, attention)
+        results = ours(size, variant, chunk_rows, picture, attention)
     nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
-    result |= {
-        "shape": name,
-        "variant": variant,
-        "tokens_per_s": size.tokens / result["step_ms"] * 1e3,
-        "products_tflop": nominal,
-        "products_tflop_executed": executed,
-        "tflops": nominal / result["step_ms"] * 1e3,
-        "tflops_executed": executed / result["step_ms"] * 1e3,
-        "config": size._asdict() | {"chunk_rows": chunk_rows},
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda},
-    }
-    return result
+    return [
+        {"variant": variant}
+        | result
+        | {
+            "shape": name,
+            "tokens_per_s": size.tokens / result["step_ms"] * 1e3,
+            "products_tflop": nominal,
+            "products_tflop_executed": executed,
+            "tflops": nominal / result["step_ms"] * 1e3,
+            "tflops_executed": executed / result["step_ms"] * 1e3,
+            "config": size._asdict() | {"chunk_rows": chunk_rows},
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda},
+        }
+        for result in results
+    ]
 
 
 def main() -> None:
@@ -229,12 +251,13 @@ def main() -> None:
     parser.add_argument("--attention", choices=("auto", "flex", "intervals"), default="auto")
     parser.add_argument("--picture", type=Path, help="draw the profile into this file")
     arguments = parser.parse_args()
-    result = measure(arguments.shape, arguments.variant, arguments.chunk_rows, arguments.picture, arguments.attention)
-    path = arguments.out / f"step_{arguments.shape}_{arguments.variant}.json"
-    path.write_text(json.dumps(result, indent=1))
-    short = {key: value for key, value in result.items() if key not in ("runs_ms", "breakdown", "config", "versions")}
-    print(json.dumps(short), flush=True)
-    print(json.dumps(result.get("breakdown", {}).get("kinds_ms")), result.get("breakdown", {}).get("busy_pct"))
+    results = measure(arguments.shape, arguments.variant, arguments.chunk_rows, arguments.picture, arguments.attention)
+    for result in results:
+        path = arguments.out / f"step_{arguments.shape}_{result['variant']}.json"
+        path.write_text(json.dumps(result, indent=1))
+        long = ("runs_ms", "breakdown", "config", "versions")
+        print(json.dumps({key: value for key, value in result.items() if key not in long}), flush=True)
+        print(json.dumps(result.get("breakdown", {}).get("kinds_ms")), result.get("breakdown", {}).get("busy_pct"))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+ATTENTION = ("flex", "triton_tem", "flash", "fmha", "_forward_kernel", "_backward_q_kernel", "_backward_kv_kernel")
+PIECES = ("_norm_kernel", "_norm_backward_kernel", "_gated", "_heads", "_sum_kernel", "triton_")
 KINDS = (
     ("products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "gemv")),
-    ("attention", ("flex", "triton_tem", "flash", "fmha")),
+    ("attention", ATTENTION),
     ("head and loss passes", ("_statistics_kernel", "_hard_kernel", "_soft_kernel")),
-    ("optimizer and norm", ("_adamw_kernel", "adam", "multi_tensor", "norm_kernel", "normtwo", "normops")),
-    ("compiled pieces", ("triton_",)),
+    ("pieces between products", PIECES),
+    ("casts to 8 bits", ("_row_kernel", "_transposed_kernel")),
+    ("optimizer and norm", ("_adamw_kernel", "adam", "multi_tensor", "normtwo", "normops", "norm")),
     ("copies and fills", ("memcpy", "memset", "copy", "fill")),
 )
 

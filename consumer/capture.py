@@ -8,13 +8,12 @@ path in place, with one line that says why.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 
 from consumer.attention_choice import choose
-from consumer.drafter import Pieces, heads, spread, without_anchors
+from consumer.drafter import Pieces, heads
 from consumer.products import tuned
 from consumer.step import TrainStep
 
@@ -60,17 +59,15 @@ def prepare(
 
 
 def fast_pieces(head_dim: int) -> Pieces:
-    """Return the functions between the matrix products, fast: kernels of our own, the lighter ones compiled."""
+    """Return the functions between the matrix products as kernels of our own; other head sizes are compiled."""
     from consumer import piece_kernels  # Triton is there on a GPU machine only
 
-    compile_one = partial(torch.compile, dynamic=False, fullgraph=True)
+    plain = torch.compile(heads, dynamic=False, fullgraph=True)
     return Pieces(
         rms_norm=piece_kernels.rms_norm,
         add_norm=piece_kernels.add_norm,
         gated=piece_kernels.gated,
-        heads=piece_kernels.heads if head_dim & (head_dim - 1) == 0 else compile_one(heads),
-        spread=compile_one(spread),
-        without_anchors=compile_one(without_anchors),
+        heads=piece_kernels.heads if head_dim & (head_dim - 1) == 0 else plain,
     )
 
 

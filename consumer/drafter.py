@@ -1,8 +1,8 @@
 """The DFlash drafter: what its layers compute, and its weights by their public names. docs/drafter.md has the formulas.
 
 Knows nothing of packs, anchors, masks or losses: attention is a callable that is handed in, and so are rotations.
-The steps between matrix products (norms, rotation, gating) are plain functions held in `Pieces`, so that they can be
-compiled one by one; the products are in linear.py.
+The steps between matrix products (norms, rotation, gating) are plain functions held in `Pieces`, so that a GPU can
+replace them one by one; the products are in linear.py.
 
 Shapes: T context tokens, A anchors, B block slots, Q = A*B block rows, H hidden, K taps, D head size.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,26 +162,61 @@ def heads(
 
 def spread(rows: Tensor, block_size: int) -> Tensor:
     """Turn [A + 1, O], the anchors' rows and the one that all other slots share, into [A*B, O]."""
-    num_anchors = rows.shape[0] - 1
-    others = rows[-1:].expand(num_anchors * (block_size - 1), -1).view(num_anchors, block_size - 1, -1)
-    return torch.cat([rows[:-1, None], others], dim=1).flatten(0, 1)
+    out: Tensor = _Spread.apply(rows, block_size)  # type: ignore[no-untyped-call]
+    return out
 
 
 def without_anchors(rows_Q: Tensor, block_size: int) -> Tensor:
     """Drop slot 0 of each block: [A*B, O] to [A*(B-1), O]."""
-    return rows_Q.view(-1, block_size, rows_Q.shape[-1])[:, 1:].flatten(0, 1)
+    out: Tensor = _WithoutAnchors.apply(rows_Q, block_size)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    """Each way is two copies, or a copy and a sum; torch's own gradients of cat and expand take twice as many."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
+        ctx.block_size = block_size
+        out = rows.new_empty(rows.shape[0] - 1, block_size, rows.shape[1])
+        out[:, 0] = rows[:-1]
+        out[:, 1:] = rows[-1]
+        return out.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        d_out = grads[0].unflatten(0, (-1, ctx.block_size))
+        d_rows = d_out.new_empty(d_out.shape[0] + 1, d_out.shape[2])
+        d_rows[:-1] = d_out[:, 0]
+        torch.sum(d_out[:, 1:], (0, 1), out=d_rows[-1])
+        return d_rows, None
+
+
+class _WithoutAnchors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
+        ctx.block_size = block_size
+        kept: Tensor = rows.unflatten(0, (-1, block_size))[:, 1:].flatten(0, 1)
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        d_out = grads[0].unflatten(0, (-1, ctx.block_size - 1))
+        d_rows = d_out.new_empty(d_out.shape[0], ctx.block_size, d_out.shape[2])
+        d_rows[:, 0] = 0.0
+        d_rows[:, 1:] = d_out
+        flat: Tensor = d_rows.flatten(0, 1)
+        return flat, None
 
 
 @dataclass
 class Pieces:
-    """The functions between the matrix products; replaced by their compiled twins on a GPU."""
+    """The functions between the matrix products that a GPU has kernels for (piece_kernels.py)."""
 
     rms_norm: Callable[..., Tensor] = rms_norm
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
     gated: Callable[..., Tensor] = gated
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
-    spread: Callable[[Tensor, int], Tensor] = spread
-    without_anchors: Callable[[Tensor, int], Tensor] = without_anchors
 
 
 class Norm(nn.Module):
@@ -304,17 +339,17 @@ class Drafter(nn.Module):
         cos, sin = rotation(torch.cat([context_position, block_position]), self.shape.head_dim, self.shape.rope_theta)
         layers, pieces, size = self._layers(), self.pieces, self.shape.block_size
         y = pieces.rms_norm(block_x, layers[0].input_layernorm.weight, eps)
-        x = pieces.spread(block_x, size) if shared_mask_row else block_x
+        x = spread(block_x, size) if shared_mask_row else block_x
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
             qkv, kv_context = attention.qkv_and_context(y, g)
             if shared_mask_row and index == 0:
-                qkv = pieces.spread(qkv, size)
+                qkv = spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
             mixed = attend(q, k, v, self.shape.layer_types[index])
             if last and predicted_only:
-                x, mixed = pieces.without_anchors(x, size), pieces.without_anchors(mixed, size)
+                x, mixed = without_anchors(x, size), without_anchors(mixed, size)
             x, y = pieces.add_norm(x, attention.out(mixed), layer.post_attention_layernorm.weight, eps)
             hidden = mlp.down(pieces.gated(mlp.gate_up(y)))
             following = self.norm if last else layers[index + 1].input_layernorm

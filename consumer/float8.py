@@ -23,7 +23,8 @@ _LEAST_SCALE = 1e-12
 
 def supported(device: torch.device) -> bool:
     """Tell whether a device multiplies 8-bit floats (NVIDIA, compute capability 8.9 and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    there = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    return there and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NORM_PROGRAMS = 528
+_NORM_PROGRAMS = {True: 264, False: 528}  # wide rows, narrow rows
 HEAD_ROWS = 32
 _HEAD_PROGRAMS = 1024
 
@@ -238,12 +238,13 @@ class _Norm(torch.autograd.Function):
         total, inverse, weight = ctx.saved_tensors
         d_total, d_normed = grads[0].contiguous(), grads[-1].contiguous()
         rows, hidden = total.shape
-        programs = min(NORM_PROGRAMS, rows)
+        wide = ctx.width > 2048
+        programs = min(_NORM_PROGRAMS[wide], rows)
         d_x = torch.empty_like(total)
         partial = torch.empty(programs, hidden, dtype=torch.float32, device=total.device)
         _norm_backward_kernel[(programs,)](
             d_total, d_normed, total, inverse, weight, d_x, partial, rows, hidden,
-            WIDTH=ctx.width, ADD=ctx.add, num_warps=_warps(ctx.width),
+            WIDTH=ctx.width, ADD=ctx.add, num_warps=_warps(ctx.width), maxnreg=64 if wide else None,
         )  # fmt: skip
         return d_x, d_x if ctx.add else None, _summed(partial, weight), None
 

@@ -94,6 +94,15 @@ def tuned(one_step: Callable[[], None], say: Callable[[str], None]) -> int:
     return len([product for product in _seen if product in _plans])
 
 
+def measured() -> dict[str, tuple[float, float]]:
+    """Return for each measured product the milliseconds of cuBLAS's own first choice and of the one in use."""
+    return {
+        f"{p.m}x{p.k}{'t' if p.a_transposed else ''} {p.k}x{p.n}{'t' if p.b_transposed else ''}"
+        f"{' added' if p.add else ''}": (plan.first_ms, plan.best_ms)
+        for p, plan in _plans.items()
+    }
+
+
 def forget() -> None:
     """Leave all products to torch.mm again."""
     _plans.clear()
@@ -171,6 +180,7 @@ class _Plan:
         ]  # fmt: skip
         self._one, self._keep = ctypes.c_float(1.0), ctypes.c_float(float(product.add))
         self.algorithm: object = None
+        self.first_ms = self.best_ms = math.nan
 
     def proposals(self) -> list[object]:
         """Ask for algorithms, best first by cuBLAS's own rule."""
@@ -228,10 +238,11 @@ def _fastest(library: _Library, product: Product) -> _Plan | None:
     if not right:
         return None
     short = [(median(took_ms(algorithm, SHORT_MS) for _ in range(2)), place) for place, algorithm in enumerate(right)]
-    finalists = [place for _, place in sorted(short)[:FINALISTS]]
+    finalists = sorted({0, *(place for _, place in sorted(short)[:FINALISTS])})
     rounds = [[took_ms(right[place], LONG_MS) for place in finalists] for _ in range(2)]
-    last = [(sum(times), place) for *times, place in zip(*rounds, finalists, strict=True)]
-    plan.algorithm = right[min(last)[1]]
+    mean_ms = {place: sum(times) / 2 for *times, place in zip(*rounds, finalists, strict=True)}
+    best = min(finalists, key=lambda place: mean_ms[place])
+    plan.first_ms, plan.best_ms, plan.algorithm = mean_ms[0], mean_ms[best], right[best]
     return plan
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
+from consumer import drafter as drafter_module
+from consumer import float8, products
 from consumer import loss as loss_module
 from consumer.anchors import Anchors, random_keys, select_anchors
 from consumer.attention import block_mask_of, dense_attention, flex_attention_of, flex_rows
@@ -135,7 +137,7 @@ def _reader(mask: torch.Tensor):
 def test_graph_equals_eager_equals_cpu_in_float32(layout, attention):
     cpu = curve(step_of("cpu", torch.float32, layout), 6)
     eager, graph = step_of("cuda", torch.float32, layout), step_of("cuda", torch.float32, layout)
-    assert prepare(eager, compile_parts=False, cuda_graph=False, say=pytest.fail, attention="flex") is False
+    assert prepare(eager, compile_parts=False, cuda_graph=False, say=pytest.fail) is False
     assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention=attention) is True
     eager_losses, graph_losses = curve(eager, 6), curve(graph, 6)
     assert eager_losses == pytest.approx(cpu, rel=1e-4)
@@ -148,14 +150,14 @@ def test_graph_equals_eager_equals_cpu_in_float32(layout, attention):
 def test_every_loss_replays_as_on_the_cpu(labels, decay):
     cpu = curve(step_of("cpu", torch.float32, labels=labels, decay=decay, floor=4), 3)
     graph = step_of("cuda", torch.float32, labels=labels, decay=decay, floor=4)
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
     assert curve(graph, 3) == pytest.approx(cpu, rel=1e-4)
 
 
 def test_muon_replays_as_eager():
     eager, graph = step_of("cuda", torch.float32, optimizer="muon"), step_of("cuda", torch.float32, optimizer="muon")
-    prepare(eager, compile_parts=True, cuda_graph=False, say=pytest.fail, attention="flex")
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
+    prepare(eager, compile_parts=True, cuda_graph=False, say=pytest.fail)
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
     assert curve(graph, 4) == pytest.approx(curve(eager, 4), rel=2e-3)
 
 
@@ -163,7 +165,7 @@ def test_bfloat16_curve_of_50_steps_stays_within_noise_of_the_cpu():
     """Noise: how far the CPU's own bfloat16 curve strays from its float32 one."""
     cpu, rounded = curve(step_of("cpu", torch.float32), 50), curve(step_of("cpu", torch.bfloat16), 50)
     graph = step_of("cuda", torch.bfloat16)
-    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
+    assert prepare(graph, compile_parts=True, cuda_graph=True, say=pytest.fail)
     found = curve(graph, 50)
     noise = max(abs(a - b) / a for a, b in zip(cpu, rounded, strict=True))
     assert max(abs(a - b) / a for a, b in zip(cpu, found, strict=True)) < 1.5 * noise + 0.01
@@ -172,7 +174,7 @@ def test_bfloat16_curve_of_50_steps_stays_within_noise_of_the_cpu():
 
 def test_self_check_passes_in_bfloat16_and_leaves_no_trace():
     step = step_of("cuda", torch.bfloat16)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="auto")
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
     before = step.flat.masters.clone()
     assert self_check(step, 1e-3) == []
     assert torch.equal(before, step.flat.masters)
@@ -182,7 +184,7 @@ def test_self_check_passes_in_bfloat16_and_leaves_no_trace():
 @pytest.mark.parametrize("supervised", [0.0, 0.01, 0.05])
 def test_few_anchors_give_no_nan(supervised):
     step = step_of("cuda", torch.bfloat16, supervised=supervised)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
     for _ in range(3):
         step.run()
     assert bool(torch.isfinite(step.flat.masters).all())
@@ -191,7 +193,7 @@ def test_few_anchors_give_no_nan(supervised):
 
 def test_non_finite_features_skip_the_step_and_change_nothing():
     step = step_of("cuda", torch.bfloat16)
-    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail, attention="flex")
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
     before = step.flat.masters.clone()
     step.pack.features[100:110] = math.inf
     step.run()
@@ -235,7 +237,7 @@ def test_gradients_agree_with_float64():
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         step = step_of(device, dtype)
         if device == "cuda":
-            prepare(step, compile_parts=True, cuda_graph=False, say=pytest.fail, attention="flex")
+            prepare(step, compile_parts=True, cuda_graph=False, say=pytest.fail)
         step.flat.zero_norm_grads()
         step.number.fill_(1)
         step.forward(step.draw_anchors()).loss.backward()
@@ -270,3 +272,91 @@ def test_kernels_equal_their_plain_twins(dtype):
         results.append(step.flat.masters.cpu())
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     assert optimizer_kernels.adamw is not None
+
+
+def test_pieces_as_kernels_equal_the_plain_functions():
+    from consumer import piece_kernels
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    angle = random(100 + 96, 16).repeat(1, 2)
+    cases = {
+        "rms_norm": ([random(96, 640), random(640)], [1e-6]),
+        "add_norm": ([random(96, 640), random(96, 640), random(640)], [1e-6]),
+        "gated": ([random(96, 2 * 1100)], []),
+        "heads": ([random(96, 8 * 32), random(100, 4 * 32), random(32), random(32)], [angle.cos(), angle.sin(), 1e-6]),
+    }
+    for name, (inputs, fixed) in cases.items():
+        results = []
+        for module in (drafter_module, piece_kernels):
+            leaves = [value.clone().requires_grad_() for value in inputs]
+            out = getattr(module, name)(*leaves, *fixed)
+            outs = list(out) if isinstance(out, tuple) else [out]
+            weights = [torch.linspace(-1, 1, value.numel(), device="cuda").view_as(value) for value in outs]
+            loss = sum((value * weight).sum() for value, weight in zip(outs, weights, strict=True))
+            results.append([*outs, *torch.autograd.grad(loss, leaves)])
+        for wanted, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_measured_products_equal_torch_and_say_what_they_gained(monkeypatch):
+    monkeypatch.setattr(products, "LEAST_FLOP", 1e6)
+    monkeypatch.setattr(products, "LONG_MS", 1.0)
+    a, b, c = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    wide = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+
+    def work() -> list[torch.Tensor]:
+        return [
+            products.multiply(a, b),
+            products.multiply(a, b.t()),
+            products.multiply(a.t(), wide),
+            products.multiply(a, b, c.clone(), add=True),
+            products.multiply(wide[:, 256:], b),
+        ]
+
+    plain = work()
+    try:
+        assert products.tuned(lambda: work() and None, pytest.fail) == 5
+        for found, wanted in zip(work(), plain, strict=True):
+            torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=0.2)
+        assert all(best <= first for first, best in products.measured().values())
+        assert len(products.measured()) == 5
+    finally:
+        products.forget()
+
+
+@pytest.mark.skipif(not float8.supported(torch.device("cuda")), reason="needs 8-bit products")
+def test_float8_products_equal_those_of_the_cpu_and_replay_as_eager():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 256, generator=generator), torch.randn(128, 256, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        values = [value.to(device, torch.bfloat16) for value in (x, weight)]
+        rows, scale = float8.by_row(values[1])
+        product = float8.multiply(float8.by_row(values[0]), (rows, scale), torch.bfloat16)
+        turned, one = float8.transposed(values[1], scale)
+        results.append([product.float().cpu(), turned.float().cpu() * one.cpu(), rows.float().cpu() * scale.cpu()])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.15)
+    step = step_of("cuda", torch.bfloat16)
+    step.drafter.use_float8()
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    assert self_check(step, 1e-3) == []
+    found = curve(step, 30)
+    assert found[-1] < 0.95 * found[0]
+
+
+def test_metrics_arrive_without_a_wait_and_are_those_of_their_steps():
+    step = step_of("cuda", torch.bfloat16)
+    assert prepare(step, compile_parts=True, cuda_graph=True, say=pytest.fail)
+    readings = []
+    for _ in range(3):
+        step.run()
+        readings.append(step.start_reading())
+    torch.cuda.synchronize()
+    assert all(reading.ready for reading in readings)
+    assert [reading.step for reading in readings] == [1, 2, 3]
+    assert len({float(reading.result()["loss"]) for reading in readings}) == 3
+    assert math.isnan(step.metrics()["loss"])
