@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from consumer.drafter import Drafter
+from consumer.drafter import SLIDING, Drafter, DrafterShape
 from consumer.export.facts import ExportError, tensor_shapes
 from consumer.export.folder import read_export
-
-_ARITHMETIC = ("block_size", "layer_types", "sliding_causal", "rope_theta", "mask_token_id", "rms_eps")
 
 
 @torch.no_grad()
@@ -36,9 +35,18 @@ def init_from_export(drafter: Drafter, folder: Path, target_layer_ids: tuple[int
     state = drafter.state_dict()
     for name, tensor in found.tensors.items():
         state[name].copy_(tensor)
-    mine, theirs = drafter.shape, found.facts.shape
-    return [
-        f"{name}: {getattr(theirs, name)} there, {getattr(mine, name)} here"
-        for name in _ARITHMETIC
-        if getattr(theirs, name) != getattr(mine, name)
-    ]
+    mine, theirs = _arithmetic(drafter.shape), _arithmetic(found.facts.shape)
+    return [f"{name}: {theirs[name]} there, {mine[name]} here" for name in mine if theirs[name] != mine[name]]
+
+
+def _arithmetic(shape: DrafterShape) -> dict[str, Any]:
+    """What the same weights may be used with differently."""
+    return {
+        "block_size": shape.block_size,
+        "layer_types": shape.layer_types,
+        "causal in the block": [shape.causal_of(kind) for kind in shape.layer_types],
+        "window": shape.sliding_window if SLIDING in shape.layer_types else None,
+        "rope_theta": shape.rope_theta,
+        "mask_token_id": shape.mask_token_id,
+        "rms_eps": shape.rms_eps,
+    }

@@ -1,0 +1,103 @@
+"""verify: a good export passes; one changed setting, tensor or target is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import launch
+from consumer.export.source import export_checkpoint
+from evaluation.parity import verify
+from tests.helpers.drafter_checkpoint import save_drafter
+from tests.helpers.tiny_target import save_target
+
+DRAFTER = {"num_layers": 3, "block_size": 5, "layout": "mixed", "sliding_window": 24}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def exports(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    saved = save_drafter(folder / "saved", target, DRAFTER)
+    return {name: export_checkpoint(saved, name, folder / name, dtype="float32")[0] for name in ("zlab", "speculators")}
+
+
+def changed(folder: Path, out: Path, change: dict[str, Any]) -> Path:
+    """Copy an export with settings of its config.json replaced; "a.b" is b inside a."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    for key, value in change.items():
+        *outer, last = key.split(".")
+        place = config
+        for name in outer:
+            place = place[name]
+        place[last] = value
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize("name", ["zlab", "speculators"])
+def test_an_export_passes_against_its_target(exports: dict[str, Path], target: Path, name: str) -> None:
+    findings = verify(exports[name], str(target))
+    assert all(finding.good for finding in findings), [finding.line for finding in findings]
+    assert any("rotation, window, causality" in finding.text for finding in findings)
+    assert any("real hidden states" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 20000.0, "rope_parameters.rope_theta": 20000.0},
+        {"sliding_window": 23},
+        {"is_causal": False},
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        {"dflash_config.mask_token_id": 5},
+        {"rms_norm_eps": 1e-2},
+        {"block_size": 4, "dflash_config.block_size": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_setting_is_found(
+    exports: dict[str, Path], target: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    findings = verify(changed(exports["zlab"], tmp_path / "changed", change), str(target))
+    assert any(not finding.good and "probe" in finding.text for finding in findings)
+
+
+def test_damaged_weights_are_found(exports: dict[str, Path], target: Path, tmp_path: Path) -> None:
+    shutil.copytree(exports["zlab"], tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.1.self_attn.k_norm.weight"] = torch.ones(16)
+    save_file(tensors, file)
+    assert any(not finding.good for finding in verify(tmp_path / "damaged", str(target)))
+
+
+def test_another_target_is_told_apart(
+    exports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save_target(tmp_path / "other", num_layers=7, hidden=32)
+    assert launch.main(["verify", str(exports["zlab"]), "--target", str(other)]) == 2
+    shown = capsys.readouterr().out
+    assert "WRONG target num_layers: the drafter was trained with 6, this target has 7" in shown
+    assert "WRONG target hidden" in shown
+
+
+def test_a_folder_without_identity_and_probe_is_checked_as_far_as_it_goes(
+    exports: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    folder = changed(exports["zlab"], tmp_path / "foreign", {"target_identity": None})
+    (folder / "probe.json").unlink()
+    findings = verify(folder, str(target))
+    assert all(finding.good for finding in findings)
+    assert sum("not" in finding.text and "known" in finding.text for finding in findings) == 1
