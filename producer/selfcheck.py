@@ -9,7 +9,7 @@ Source of the claims: public reports of states of another document, of normed la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,17 @@ from producer.trunk import Target, to_device
 
 LENGTHS = (37, 22)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 2e-2}
-"""Largest mean relative difference of a row between two orders of summation; seeing another document makes 0.1 to 1."""
+"""Mean relative difference of a row that is always allowed; seeing another document makes 0.1 to 1."""
+TIMES_NOISE = 3.0
+"""Or this many times what the plain model makes of another shape; 62 random layers in bfloat16 make 0.06 of it."""
+
+
+class Alone(NamedTuple):
+    """One document read by itself."""
+
+    taps: list[Tensor]  # K of [n, H], in list order
+    final: Tensor  # [n, H] after the final norm
+    noise: list[float]  # K: row_difference to the same document read in a longer row, beside a copy of itself
 
 
 class _Documents:
@@ -41,13 +51,13 @@ class _Documents:
 
 @torch.inference_mode()
 def alone(target: Target, ids: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    """Read one document by itself, in rows: its taps [n, H] in list order, and its final hidden state [n, H]."""
+    """Read one document by itself, in one row: its taps [n, H] in list order, and its final hidden state [n, H]."""
     with target.in_rows():
         taps, last = target.forward(to_device(torch.tensor(ids, dtype=torch.int32), target.device).long()[None])
     return [tap[0] for tap in taps], last[0]
 
 
-def check_target(target: Target, reference: list[tuple[list[Tensor], Tensor]], dtype: str, row_tokens: int) -> None:
+def check_target(target: Target, reference: list[Alone], dtype: str, row_tokens: int) -> None:
     """Check claims 1 and 2 for the way `target` reads now; `reference` are the documents alone (`read_alone`).
 
     `row_tokens`: tokens of the row, or of each row, that is read. Raises TargetError that names document and tap.
@@ -72,23 +82,33 @@ def check_target(target: Target, reference: list[tuple[list[Tensor], Tensor]], d
             record = recorded[layer][0, start:end] if target.is_packed else recorded[layer][number, : end - start]
             if not torch.equal(found, record.to(found.device)):
                 raise TargetError(f"target self-check: {where}: the pack does not hold what the layer put out")
-            difference = row_difference(found, reference[number][0][place])
-            if not difference <= TOLERANCE[dtype]:
+            difference = row_difference(found, reference[number].taps[place])
+            allowed = max(TOLERANCE[dtype], TIMES_NOISE * reference[number].noise[place])
+            if not difference <= allowed:
                 raise TargetError(
                     f"target self-check: {where}: read beside another document it differs from itself alone by "
-                    f"{difference:.3g} of its size (at most {TOLERANCE[dtype]:g} in {dtype}); "
+                    f"{difference:.3g} of its size (at most {allowed:.3g} in {dtype}); "
                     "target.attention or this target's layers mix documents"
                 )
 
 
-def read_alone(target: Target) -> list[tuple[list[Tensor], Tensor]]:
-    """Read both documents alone; to be done before anything is compiled or cut."""
-    corpus = _Documents(int(target.trunk.config.vocab_size))
-    return [alone(target, ids.tolist()) for ids in corpus.ids]
+@torch.inference_mode()
+def read_alone(target: Target) -> list[Alone]:
+    """Read both documents alone, twice, in two shapes; to be done before anything is compiled or cut."""
+    read = []
+    for ids in _Documents(int(target.trunk.config.vocab_size)).ids:
+        taps, final = alone(target, ids.tolist())
+        rows = torch.zeros(2, 2 * len(ids), dtype=torch.int64)
+        rows[:, : len(ids)] = torch.from_numpy(ids)
+        with target.in_rows():
+            again, _ = target.forward(rows.to(target.device))
+        noise = [row_difference(tap[1, : len(ids)], one) for tap, one in zip(again, taps, strict=True)]
+        read.append(Alone(taps, final, noise))
+    return read
 
 
 @torch.inference_mode()
-def check_head(target: Target, model: nn.Module, reference: list[tuple[list[Tensor], Tensor]]) -> None:
+def check_head(target: Target, model: nn.Module, reference: list[Alone]) -> None:
     """Check claim 3: `model` is the whole target. Raises TargetError. A bare trunk has no head to check."""
     if target.head is None:
         return
@@ -96,7 +116,7 @@ def check_head(target: Target, model: nn.Module, reference: list[tuple[list[Tens
     for number, ids in enumerate(corpus.ids):
         row = to_device(torch.from_numpy(ids), target.device).long()[None]
         own = model(input_ids=row, use_cache=False).logits[0].float()
-        greedy = target.head(reference[number][1]).argmax(-1).to(own.device)
+        greedy = target.head(reference[number].final).argmax(-1).to(own.device)
         short = own.amax(-1) - own.gather(1, greedy[:, None])[:, 0]
         size = own.abs().amax(-1).clamp(min=1e-6)
         if not bool((short <= 1e-2 * size).all()):

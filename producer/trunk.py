@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from configs.schema import TargetConfig
 from producer import packed
@@ -78,7 +79,8 @@ class Target:
 
     def _run(self, input_ids: Tensor, **more: Any) -> tuple[list[Tensor], Tensor]:
         self._taken.clear()
-        output = self.trunk(input_ids=input_ids, use_cache=False, **more)
+        with _no_search_for_packing():
+            output = self.trunk(input_ids=input_ids, use_cache=False, **more)
         if len(self._taken) != len(self.target_layer_ids):
             raise TargetError(f"taps: expected {len(self.target_layer_ids)} captured, got {sorted(self._taken)}")
         taps = [self._taken[number] for number in self.target_layer_ids]
@@ -131,6 +133,21 @@ class Target:
             for module in (layer, getattr(layer, "linear_attn", None)):
                 if module is not None:
                     module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _no_search_for_packing() -> Iterator[None]:
+    """Keep transformers from looking for packed documents in the positions: the host would wait for the answer.
+
+    It costs the whole lead of the host over a GPU at every forward; the answer is known: rows hold one document each,
+    and a packed row is cut by its own attention.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import masking_utils
 
 from configs.load import config_from
 from configs.schema import Config
@@ -149,6 +150,36 @@ def test_h09_a_tap_that_is_not_the_layers_output_is_refused() -> None:
     target.forward = rounded  # type: ignore[method-assign]
     with pytest.raises(TargetError, match="the pack does not hold what the layer put out"):
         selfcheck.check_target(target, reference, "float32", 48)
+
+
+@pytest.mark.parametrize("layout", ["rows", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_never_looks_for_packed_documents_on_the_device(
+    family: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(_position_ids: torch.Tensor) -> None:
+        raise AssertionError("the host would wait for the device")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
+    target = Target(make_family(family), TAPS)
+    if layout == "rows":
+        target.forward(torch.arange(10, 40)[None])
+    elif family in PACKED:
+        target.use_packed()
+        target.forward_packed(torch.arange(10, 40), [12, 18])
+    assert masking_utils.find_packed_sequence_indices is search
+
+
+def test_the_noise_of_a_deep_target_in_bfloat16_is_allowed_and_a_leak_is_not() -> None:
+    model = make_family("llama", num_hidden_layers=12).to(torch.bfloat16)
+    target = Target(model, (0, 5, 11))
+    reference = selfcheck.read_alone(target)
+    assert all(0 <= noise < 0.1 for one in reference for noise in one.noise)
+    target.use_packed()
+    selfcheck.check_target(target, reference, "bfloat16", 96)
+    model.model.layers[1] = Leaking()
+    with pytest.raises(TargetError, match="differs from itself alone"):
+        selfcheck.check_target(target, selfcheck.read_alone(target), "bfloat16", 96)
 
 
 def test_compiled_layers_give_the_same_states_and_equal_layers_compile_once() -> None:
