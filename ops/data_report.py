@@ -26,14 +26,20 @@ def draw(plan: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+def row_law(plan: dict[str, Any]) -> str:
+    """Where every row that was read has gone."""
+    report = plan["data_report"]
+    used = f"{report['used']:,} used + {report['heldout']:,} held out"
+    dropped = f" + {report['duplicates_dropped']:,} duplicates dropped" if report["duplicates_dropped"] else ""
+    return f"{report['rows']:,} read = {used}{dropped} + {sum(report['skipped'].values()):,} skipped"
+
+
 def _numbers(plan: dict[str, Any], report: dict[str, Any]) -> Table:
     table = Table(title="data", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     skipped = sum(report["skipped"].values())
-    used = f"{report['used']:,} used + {report['heldout']:,} held out"
-    dropped = f" + {report['duplicates_dropped']:,} duplicates dropped" if report["duplicates_dropped"] else ""
-    table.add_row("rows", f"{report['rows']:,} read = {used}{dropped} + {skipped:,} skipped")
+    table.add_row("rows", row_law(plan))
     share = 100 * report["supervised_tokens"] / report["tokens"]
     table.add_row("documents", f"{report['documents']:,} with {report['tokens']:,} tokens, {share:.1f} % supervised")
     table.add_row(

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from configs.run_files import write_atomically
+from ops import data_report
 from ops.metrics_reader import MetricsReader
 from ops.paths import DRAFTER, TARGET
 from ops.run_folder import read_json
@@ -20,6 +21,7 @@ def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
     """Gather the run's results: final.json and heldout.json first, metrics where they are silent; null if unknown."""
     final = read_json(run_dir / "final.json")
     heldout = read_json(run_dir / "heldout.json")
+    plan = read_json(run_dir / "plan.json")
     lead = metrics.lead(DRAFTER)  # its loss is that of all ranks
     first = metrics.first.get(lead, {})
     latest = metrics.latest.get(lead, {})
@@ -35,6 +37,8 @@ def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
         "drafter_tokens_per_s": _rounded(final.get("drafter_tokens_per_s", metrics.mean(DRAFTER, "tokens_per_s"))),
         "steps": final.get("steps", latest.get("step")),
         "packs_trained": final.get("packs_trained", latest.get("packs_trained")),
+        "packs_planned": plan.get("num_packs"),
+        "rows": data_report.row_law(plan) if "data_report" in plan else None,
         "checkpoint": final.get("checkpoint", latest.get("checkpoint")),
     }
     return summary
@@ -58,7 +62,10 @@ def end_table(run: str, summary: dict[str, Any]) -> Table:
     table.add_row("target tokens/s", _shown(summary["target_tokens_per_s"], 0))
     table.add_row("drafter tokens/s", _shown(summary["drafter_tokens_per_s"], 0))
     table.add_row("steps", _shown(summary["steps"], 0))
-    table.add_row("packs trained", _shown(summary["packs_trained"], 0))
+    planned = _shown(summary["packs_planned"], 0)
+    table.add_row("packs trained", f"{_shown(summary['packs_trained'], 0)} of {planned}")
+    if summary["rows"]:
+        table.add_row("rows", summary["rows"])
     table.add_row("checkpoint", str(summary["checkpoint"] or "none"))
     return table
 

@@ -61,6 +61,7 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
+    log("target", mask_token=target.mask_token_id, taps=target.target_layer_ids, dtype=target.dtype)
     report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log)
     documents = Documents(run_dir / "data")
     check_tokens(documents, target, tokenizer)

@@ -28,8 +28,11 @@ def words(**more: object) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[tuple[Tiny, Tiny]]:
-    made = tuple(Tiny(tmp_path / name, f"resume-{name}-{os.getpid()}") for name in ("unbroken", "broken"))
-    yield made  # type: ignore[misc]
+    made = []
+    for name in ("unbroken", "broken"):
+        (tmp_path / name).mkdir()
+        made.append(Tiny(tmp_path / name, f"resume-{name}-{os.getpid()}"))
+    yield made[0], made[1]
     for run in made:
         if run.process is not None and run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGINT)
@@ -55,8 +58,6 @@ def test_killed_and_resumed_weights_moments_and_learning_rates_equal_an_unbroken
     Afterwards other hyperparameters are taken at a resume.
     """
     unbroken, broken = runs
-    for run in runs:
-        run.folder.mkdir(exist_ok=True)
     unbroken.launch(*words())
     assert unbroken.end()[0] == 0
     process = broken.launch(*words())
@@ -83,6 +84,19 @@ def test_killed_and_resumed_weights_moments_and_learning_rates_equal_an_unbroken
     assert code == 0, out
     assert step(broken, 110).meta["config"]["anchors"]["num"] == 8
     assert len(step(broken, 110).trained) == 110 < planned_packs(broken)
+
+
+def test_one_document_and_two_targets_are_enough(runs: tuple[Tiny, Tiny]) -> None:
+    """Case D-14: one target has nothing to do, and the run finishes."""
+    run, _ = runs
+    (run.folder / "chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]}\n'
+    )
+    devices = {"target.devices": "[cpu, cpu]", "data.heldout_documents": 0, "training.epochs": 1}
+    run.launch(*words(**devices))
+    code, out = run.end()
+    assert code == 0, out
+    assert step(run, 1).trained == {0}
 
 
 def test_a_checkpoint_of_a_cpu_run_holds_what_a_resume_needs(runs: tuple[Tiny, Tiny]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import config_from
+from configs.load import config_from, dump_config
 from configs.schema import Config
 from ops.telemetry import Log
 from producer.corpus.answers import AnswerFailed
@@ -96,7 +99,7 @@ ROWS: list[Any] = [
 def config_of(folder: Path, server: str | None, rows: list[Any], **more: Any) -> Config:
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"enabled": True, "server": server, "batch_size": 3, **more}
+    asked = {"enabled": True, "server": server, "batch_size": 3} | more
     return config_from(
         {
             "target": {"model": str(folder / "target"), "num_taps": 3},
@@ -197,6 +200,27 @@ def test_the_rewritten_rows_are_what_is_trained_on_and_every_row_is_accounted_fo
     shown = "".join(text for text, _ in report["example"])
     assert "2:eno" in shown
     assert "old" not in shown
+
+
+def test_the_command_rewrites_prepares_and_reports_without_training(tmp_path: Path, server: Server) -> None:
+    """As a user runs it: one command, exit code 0, the report with its laws, and no checkpoint or ring."""
+    save_target(tmp_path / "target")
+    config = config_of(tmp_path, server.address, ROWS, enabled=False)
+    file = tmp_path / "c.yaml"
+    file.write_text(dump_config(config))
+    command = [sys.executable, "launch.py", "prepare", str(file), "--regenerate", "--name", "prep"]
+    done = subprocess.run(
+        [*command, "--set", f"run.folder={tmp_path / 'runs'}", "--set", "target.devices=[cpu]"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 read = 4 used + 0 held out + 1 skipped" in done.stdout
+    assert "unknown_role" in done.stdout
+    assert "2:eno" in done.stdout
+    run_dir = tmp_path / "runs" / "prep"
+    assert json.loads((run_dir / "plan.json").read_text())["num_packs"] > 0
+    assert not (run_dir / "checkpoints").exists()
 
 
 def test_transformers_writes_the_targets_own_greedy_answers(tmp_path: Path) -> None:
