@@ -32,7 +32,7 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
         step.number.zero_()  # a run that is resumed at its end would have a learning rate of 0
 
     try:
-        _make_up(step)
+        make_up(step)
         restore()
         return [claim for claim, holds in _claims(step, tolerance, restore) if not holds]
     finally:
@@ -77,7 +77,7 @@ def _state(step: TrainStep) -> list[Tensor]:
     return [*weights, *moments, *step.device_counters()]
 
 
-def _make_up(step: TrainStep) -> None:
+def make_up(step: TrainStep) -> None:
     """Fill the pack with two documents of random tokens and features."""
     pack, tokens = step.pack, step.pack.input_ids.shape[0]
     generator = torch.Generator(pack.input_ids.device).manual_seed(1)
