@@ -1,4 +1,4 @@
-"""Parity with the programs that people serve with: z-lab's dflash 0.1.0 and speculators 0.9.0, in their own environments.
+"""Parity with the programs that people serve with, in their own environments: dflash 0.1.0 (z-lab), speculators 0.9.0.
 
 `pytest -m clients`. What cannot be installed is skipped with pip's reason.
 """
