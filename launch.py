@@ -132,6 +132,19 @@ def _telemetry(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from configs.load import load_config
+    from evaluation.facts import find_facts
+    from ops.plan import plan
+
+    print("\n".join(plan(load_config(options.config, list(options.set)), find_facts)))
+    if options.calibrate:
+        from ops.balance import calibrated
+
+        print("\n".join(calibrated(options.config, list(options.set))))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from ops.doctor_machine import FAULT, check_machine
 
@@ -247,6 +260,12 @@ def _telemetry_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prometheus", type=int, metavar="PORT", help="serve the latest numbers; 0 picks a port")
 
 
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, see configs/")
+    parser.add_argument("--calibrate", action="store_true", help="load both sides, measure 20 s, propose N:M")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+
+
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", nargs="?", metavar="CONFIG|RUN|METRICS", help="a configuration, a run, or its metrics"
@@ -305,6 +324,7 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": (_pass_on, "let the drafter save a checkpoint now", _of_run),
     "set": (_set, "change training.log_every_steps, ring.min_ready or ring.pick in a living run", _set_options),
     "telemetry": (_telemetry, "feed a run's metrics to TensorBoard, W&B or Prometheus", _telemetry_options),
+    "plan": (_plan, "print what a configuration would run, its sizes and memory, before loading", _plan_options),
     "doctor": (_doctor, "check the machine, and find what holds a run up", _doctor_options),
     "export": (_export, "write a drafter in a format that servers load", _export_options),
     "verify": (_verify, "check an exported drafter against a target", _verify_options),

@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 
 from benchmarks.pipeline_plot import draw
 from benchmarks.pipeline_shapes import make_run
-from benchmarks.pipeline_sides import HOLD
 from configs.run_files import Trained, write_trained
 from ops.rings import Rings
 from shm_ring import Reader, Ring, SlotSpec
 from shm_ring.errors import RingTimeout
 
+PARTS = ("8b", "27b", "27b_hybrid", "8b_threads", "8b_shared")
 POLL_S = 0.01
 SETUP_LIMIT_S = 240.0
-HYBRID_LIMIT_S = 75.0  # from the start: its kernels tune themselves for long; it must not disturb the others
+HYBRID_LIMIT_S = 65.0  # from the start: its kernels tune themselves for long; it must not disturb the others
 
 
 class Times(NamedTuple):
@@ -48,7 +48,7 @@ class Times(NamedTuple):
     other: float
 
 
-FULL, QUICK = Times(5, 4, 60.5, 7), Times(1, 0.5, 2, 1)
+FULL, QUICK = Times(4, 4, 60.5, 6), Times(1, 0.5, 2, 1)
 
 
 class Sample(NamedTuple):
@@ -83,21 +83,20 @@ class Run:
         """The run's only ring."""
         return self.rings.rings[0]
 
-    def start(self, *roles: str, hold: bool = False) -> None:
-        """Start sides; they stop at their first gates. `hold`: at gate.begin, before they touch a GPU."""
+    def start(self, *roles: str) -> None:
+        """Start sides; they stop at their first gates."""
         for role in roles:
             module = ["benchmarks.pipeline_sides", role, "--rank", "0"]
-            self._spawn(role, module, self.gpus[0 if role == "target" else 1] if self.gpus else "", hold)
+            self._spawn(role, module, self.gpus[0 if role == "target" else 1] if self.gpus else "")
 
     def start_threads(self, seconds: float) -> None:
-        """Start the twin, held at gate.begin; both GPUs are its own."""
+        """Start the twin; both GPUs are its own."""
         devices = ["cuda:0", "cuda:1"] if self.gpus else ["cpu", "cpu"]
         module = ["benchmarks.pipeline_threads", "--seconds", str(seconds), "--devices", *devices]
-        self._spawn("threads", module, ",".join(self.gpus), hold=True)
+        self._spawn("threads", module, ",".join(self.gpus))
 
-    def _spawn(self, role: str, module: list[str], visible: str, hold: bool) -> None:
+    def _spawn(self, role: str, module: list[str], visible: str) -> None:
         environment = os.environ | {
-            HOLD: "1" if hold else "",
             "CUDA_VISIBLE_DEVICES": visible,
             "DFLASH_DEVICE": "cuda:0" if visible else "cpu",
             "OMP_NUM_THREADS": "4" if visible else "1",
@@ -205,8 +204,21 @@ def measure_together(run: Run, settle_s: float, seconds: float) -> dict[str, Any
         "blocked_pct": 100 * (samples[-1].blocked_s - samples[0].blocked_s) / passed_s,
         "starved_pct": 100 * (samples[-1].starved_s - samples[0].starved_s) / passed_s,
         "occupancy_median": occupancy[len(occupancy) // 2],
+        "drafter_idle_pct": _idle_pct(run, samples, passed_s),
         "series": _series(samples, run.tokens_per_pack),
     }
+
+
+def _idle_pct(run: Run, samples: list[Sample], passed_s: float) -> float:
+    """Share of the time in which the drafter had no step to do, by what a step takes alone.
+
+    starved_pct is the waiting of its host, which waits for the next pack while the device still trains.
+    """
+    alone = run.folder / "alone.json"
+    if not alone.exists():
+        return float("nan")
+    step_s = float(json.loads(alone.read_text())["step_s"])
+    return 100 * max(0.0, 1 - (samples[-1].released - samples[0].released) * step_s / passed_s)
 
 
 def _series(samples: list[Sample], tokens_per_pack: float, every_s: float = 0.5) -> dict[str, list[float]]:
@@ -239,8 +251,9 @@ def made(runs: list[Run]) -> Iterator[None]:
 class Benchmark:
     """All measurements; each that fails is reported, and the others go on."""
 
-    def __init__(self, out: Path, quick: bool) -> None:
-        self.out, self.quick = out, quick
+    def __init__(self, out: Path, quick: bool, only: Sequence[str] = PARTS) -> None:
+        """`only`: which of PARTS are measured; 27b_hybrid needs 27b, whose drafter it feeds."""
+        self.out, self.quick, self.only = out, quick, only
         self.times = QUICK if quick else FULL
         self.gpus = () if quick else ("0", "1")
         self.results: dict[str, Any] = {}
@@ -255,24 +268,25 @@ class Benchmark:
             recurrent = self._run("27b_hybrid", hybrid, ring_of=dense)
             twin = self._run("8b_threads", first, ring_of=eight)
             shared = self._run("8b_shared", first, gpus=self.gpus[1:] * 2, ring_of=eight)
-            eight.start("target", "drafter")
-            dense.start("target", "drafter")
-            recurrent.start("target")
-            self._try("setup", lambda: self._set_up(eight, dense, recurrent))
-            self._try("8b", lambda: self._pair(eight, self.times.together))
-            eight.end()
-            twin.start_threads(self.times.other)
-            shared.start("target", "drafter", hold=True)
-            self._try("27b", lambda: self._pair(dense, self.times.together))
-            dense.end("target")
-            self._try("27b_hybrid", lambda: self._hybrid(recurrent))
+            pairs = [run for run in (eight, dense) if run.name in self.only]
+            for run in pairs:
+                run.start("target", "drafter")
+            if recurrent.name in self.only:
+                recurrent.start("target")
+            self._try("setup", lambda: self._set_up(pairs, recurrent))
+            for run in pairs:
+                self._try(run.name, lambda run=run: self._pair(run, self.times.together))
+                run.end(*(["target"] if run is dense else []))
+            self._try(recurrent.name, lambda: self._hybrid(recurrent))
             recurrent.end()
             dense.end()
-            for run in (twin, shared):
-                run.open("begin")
-            self._try("8b_threads_twin", lambda: self._twin(twin, shared))
+            if twin.name in self.only:
+                twin.start_threads(self.times.other)
+            if shared.name in self.only:
+                shared.start("target", "drafter")
+            self._try(twin.name, lambda: self._twin(twin, shared))
             twin.end()
-            self._try("8b_shared", lambda: self._pair(shared, self.times.other, alone=False))
+            self._try(shared.name, lambda: self._pair(shared, self.times.other, alone=False))
 
     def _run(self, name: str, shape: str, gpus: Sequence[str] | None = None, ring_of: Run | None = None) -> Run:
         run = Run(self.out, name, shape, self.gpus if gpus is None else gpus, ring_of)
@@ -280,6 +294,8 @@ class Benchmark:
         return run
 
     def _try(self, name: str, measure: Any) -> None:
+        if name not in (*self.only, "setup"):
+            return
         try:
             self.results[name] = measure()
         except Exception as error:
@@ -288,12 +304,13 @@ class Benchmark:
         print(f"{time.monotonic() - self.began:.0f} s | {name} | {json.dumps(shown)}", flush=True)
         (self.out / "pipeline_raw.json").write_text(json.dumps(self.results))
 
-    def _set_up(self, *runs: Run) -> dict[str, Any]:
+    def _set_up(self, pairs: list[Run], recurrent: Run) -> dict[str, Any]:
         """Wait until all are at their gates; a target that takes too long is ended."""
-        *pairs, recurrent = runs
         for run in pairs:
             run.wait_for("at.gate.target", "at.gate.alone")
         try:
+            if not recurrent.sides:
+                return {"seconds": time.monotonic() - self.began}
             recurrent.wait_for("at.gate.target", limit_s=max(0.0, HYBRID_LIMIT_S - (time.monotonic() - self.began)))
         except RuntimeError:
             recurrent.end()
@@ -326,7 +343,8 @@ class Benchmark:
 
     def _twin(self, run: Run, shared: Run) -> dict[str, Any]:
         run.wait_for("at.gate.threads")
-        shared.wait_for("at.gate.target", "at.gate.alone")  # its setting up is over
+        if shared.sides:  # its setting up must be over
+            shared.wait_for("at.gate.target", "at.gate.alone")
         run.open("threads")
         run.wait_for("threads.json")
         result: dict[str, Any] = json.loads((run.folder / "threads.json").read_text())
@@ -336,17 +354,17 @@ class Benchmark:
 def summary_of(results: dict[str, Any]) -> dict[str, float]:
     """The plain numbers."""
     summary: dict[str, float] = {}
-    for name in ("8b", "27b", "27b_hybrid", "8b_threads_twin", "8b_shared"):
+    for name in PARTS:
         for key in ("tokens_per_s", "efficiency", "target_alone_tokens_per_s", "drafter_alone_tokens_per_s"):
             if key in results.get(name, {}):
-                summary[f"{name}.{key}".replace("threads_twin.tokens", "threads_twin_tokens")] = results[name][key]
-    for key in ("starved_pct", "blocked_pct"):
+                summary[f"{name}.{key}"] = results[name][key]
+    for key in ("starved_pct", "blocked_pct", "drafter_idle_pct"):
         for name in ("8b", "27b"):
             if key in results.get(name, {}):
                 summary[f"{name}.{key}"] = results[name][key]
         if key in results.get("8b", {}):
             summary[key] = results["8b"][key]
-    summary = {key.replace("8b_threads_twin", "8b.threads_twin"): value for key, value in summary.items()}
+    summary = {key.replace("8b_threads.", "8b.threads_twin_"): value for key, value in summary.items()}
     return {key: round(value, 4) for key, value in summary.items()}
 
 
@@ -369,9 +387,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU, a few seconds each")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure these parts")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    benchmark = Benchmark(arguments.out, arguments.quick)
+    benchmark = Benchmark(arguments.out, arguments.quick, arguments.only)
     benchmark.measure()
     summary = summary_of(benchmark.results)
     print(json.dumps(summary, indent=1))

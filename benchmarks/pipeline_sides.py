@@ -21,8 +21,6 @@ import torch
 
 from benchmarks.pipeline_shapes import SHAPES, RandomDocuments, random_drafter, random_head, random_model, schedule_of
 
-HOLD = "PIPELINE_HOLD"
-"""Environment variable: import everything, then wait for gate.begin, so that nothing disturbs what is measured now."""
 GATE_POLL_S = 0.02
 WARM_UP_STEPS, ALONE_STEPS = 4, 16
 
@@ -117,8 +115,6 @@ def main() -> int:
     else:
         replace_in_drafter(run_dir)
         from consumer.__main__ import main as start
-    if os.environ.get(HOLD):
-        wait_for(run_dir / "gate.begin")
     return start()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import threading
 import time
@@ -24,7 +23,7 @@ import torch
 
 from benchmarks.drafter_step_old import as_before
 from benchmarks.pipeline_shapes import SHAPES, RandomDocuments, random_drafter, random_head, random_model, schedule_of
-from benchmarks.pipeline_sides import HOLD, wait_for
+from benchmarks.pipeline_sides import wait_for
 from configs.load import load_config
 from configs.run_files import read_plan
 from configs.schema import Config
@@ -121,8 +120,6 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=15.0)
     arguments = parser.parse_args()
-    if os.environ.get(HOLD):
-        wait_for(arguments.run_dir / "gate.begin")
     result = measure(arguments.run_dir, arguments.devices, arguments.warm_up, arguments.seconds)
     (arguments.run_dir / "threads.json").write_text(json.dumps(result))
     print(json.dumps(result), flush=True)

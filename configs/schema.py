@@ -67,7 +67,8 @@ class TargetConfig(Section):
     final_hidden: Bool = False
     """Also store the target's final hidden state (input of its head), which soft and target_argmax labels need."""
     devices: tuple[Text, ...] = ("auto",)
-    """One producer process per entry: "cpu", "cuda:0", ... "auto": the first free GPU, else the CPU."""
+    """One producer process per entry: "cpu", "cuda:0", ... "auto": the first free GPU, else the CPU. "cuda:0+1": one
+    target spread over several GPUs, where it does not fit one."""
     threads: Int | None = Field(None, ge=1)
     """CPU threads of each producer. None: the cores shared out between all processes of the run."""
     compile: Bool = True

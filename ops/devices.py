@@ -1,7 +1,8 @@
 """Which process runs where: one placement per producer and consumer, each seeing exactly its device.
 
 GPUs are counted without torch or CUDA, so that nothing is initialised in the launcher. A process is given one GPU by
-CUDA_VISIBLE_DEVICES and calls it cuda:0 (DFLASH_DEVICE); a CPU process sees none.
+CUDA_VISIBLE_DEVICES and calls it cuda:0 (DFLASH_DEVICE); a target that does not fit is given several ("cuda:0+1"); a
+CPU process sees none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SMI_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Placement:
-    """One process of the run and its place. `gpu` is what CUDA_VISIBLE_DEVICES gets, None on the CPU."""
+    """One process of the run and its place. `gpu` is what CUDA_VISIBLE_DEVICES gets ("0", "0,1"), None on the CPU."""
 
     role: str
     rank: int
@@ -33,6 +34,11 @@ class Placement:
     def name(self) -> str:
         """target0, drafter1, ..."""
         return label(self.role, self.rank)
+
+    @property
+    def gpus(self) -> list[str]:
+        """Ids of its GPUs."""
+        return self.gpu.split(",") if self.gpu else []
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,34 +94,42 @@ def place(config: Config, gpus: list[str], cores: int) -> Map:
     """Give every process its device and threads; raises ConfigError for devices that are not there."""
     asked = [(TARGET, rank, text) for rank, text in enumerate(config.target.devices)]
     asked += [(DRAFTER, rank, text) for rank, text in enumerate(config.training.devices)]
-    problems = [f"{_key(role)}: {why}" for role, _, text in asked if (why := _problem(text, gpus))]
+    problems = [f"{_key(role)}: {why}" for role, _, text in asked if (why := _problem(text, gpus, role))]
     if not config.target.devices or not config.training.devices:
         problems.append("target.devices and training.devices: expected at least one entry each")
     if problems:
         raise ConfigError(problems)
-    used = Counter(gpus[int(text[5:])] for _, _, text in asked if text.startswith("cuda:"))
+    used = Counter(gpu for _, _, text in asked for gpu in _named(text, gpus))
     share = max(1, cores // len(asked))
     placements = []
     for role, rank, text in asked:
-        gpu = gpus[int(text[5:])] if text.startswith("cuda:") else None
+        gpu = ",".join(_named(text, gpus)) or None
         if text == "auto" and gpus:
             gpu = min(gpus, key=lambda each: used[each])
             used[gpu] += 1
         threads = (config.target.threads if role == TARGET else config.training.threads) or share
         placements.append(Placement(role, rank, gpu, threads))
-    return Map(tuple(placements), tuple(_warnings(placements, cores)))
+    return Map(tuple(placements), (*_warnings(placements, cores), *_type_warnings(config, placements)))
 
 
 def _key(role: str) -> str:
     return "target.devices" if role == TARGET else "training.devices"
 
 
-def _problem(text: str, gpus: list[str]) -> str:
+def _named(text: str, gpus: list[str]) -> list[str]:
+    """The GPUs that an entry names: one, or several for one target."""
+    return [gpus[int(number)] for number in text[5:].split("+")] if text.startswith("cuda:") else []
+
+
+def _problem(text: str, gpus: list[str], role: str) -> str:
     if text in ("cpu", "auto"):
         return ""
-    if not re.fullmatch(r"cuda:[0-9]{1,4}", text):
-        return f"expected cpu, auto or cuda:N, got {text!r}"
-    if int(text[5:]) >= len(gpus):
+    if not re.fullmatch(r"cuda:[0-9]{1,4}(\+[0-9]{1,4})*", text):
+        return f"expected cpu, auto or cuda:N, got {text!r} (several GPUs for one target: cuda:N+M)"
+    numbers = [int(number) for number in text[5:].split("+")]
+    if len(numbers) > 1 and (role != TARGET or len(set(numbers)) < len(numbers)):
+        return f"{text}: only a target goes over several GPUs, each named once"
+    if max(numbers) >= len(gpus):
         seen = f"GPUs {', '.join(gpus)}" if gpus else "no GPU"
         return f"{text} asked, but {len(gpus)} can be used here ({seen}); correct the list or CUDA_VISIBLE_DEVICES"
     return ""
@@ -123,8 +137,8 @@ def _problem(text: str, gpus: list[str]) -> str:
 
 def _warnings(placements: list[Placement], cores: int) -> list[str]:
     warnings = []
-    for gpu in dict.fromkeys(place.gpu for place in placements if place.gpu is not None):
-        sharing = [place.name for place in placements if place.gpu == gpu]
+    for gpu in dict.fromkeys(gpu for place in placements for gpu in place.gpus):
+        sharing = [place.name for place in placements if gpu in place.gpus]
         if len(sharing) > 1:
             warnings.append(f"GPU {gpu} is shared by {', '.join(sharing)}: they compete for its memory and time")
     total = sum(place.threads for place in placements)
@@ -133,3 +147,26 @@ def _warnings(placements: list[Placement], cores: int) -> list[str]:
             f"{total} threads on {cores} cores: the processes compete; lower target.threads or training.threads"
         )
     return warnings
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for bfloat16 products, by the flags that the kernel lists."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _type_warnings(config: Config, placements: list[Placement]) -> list[str]:
+    """Say that 16-bit arithmetic was asked for on a CPU that emulates it."""
+    asked = {TARGET: ("target.dtype", config.target.dtype), DRAFTER: ("training.precision", config.training.precision)}
+    slow = {role for role in asked if any(place.role == role and place.gpu is None for place in placements)}
+    if cpu_has_bf16():
+        return []
+    return [
+        f"{key}: {value} on a CPU without bfloat16 instructions is emulated, several times slower than float32; "
+        "auto takes float32 there"
+        for role, (key, value) in asked.items()
+        if role in slow and value not in ("auto", "float32")
+    ]

@@ -6,6 +6,7 @@ import pytest
 
 from configs.load import ConfigError, config_from
 from configs.schema import Config
+from ops import devices
 from ops.devices import find_gpus, place
 
 
@@ -67,3 +68,27 @@ def test_more_threads_than_cores_is_a_warning() -> None:
 def test_no_devices_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one entry each"):
         place(_config([], ["cpu"]), [], cores=2)
+
+
+def test_one_target_may_go_over_several_gpus_and_a_drafter_may_not() -> None:
+    places = place(_config(["cuda:0+2", "cuda:1"], ["cuda:2"]), ["0", "1", "3"], cores=12)
+    assert [each.gpu for each in places.placements] == ["0,3", "1", "3"]
+    assert places.placements[0].environment["CUDA_VISIBLE_DEVICES"] == "0,3"
+    assert [line for line in places.warnings if "shared" in line] == [
+        "GPU 3 is shared by target0, drafter0: they compete for its memory and time"
+    ]
+    with pytest.raises(ConfigError, match=r"training\.devices: cuda:0\+1: only a target"):
+        place(_config(["cpu"], ["cuda:0+1"]), ["0", "1"], cores=2)
+    with pytest.raises(ConfigError, match="each named once"):
+        place(_config(["cuda:1+1"], ["cpu"]), ["0", "1"], cores=2)
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_bf16_on_a_cpu_that_cannot_do_it_is_warned_about(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cpu_has_bf16", lambda: able)
+    asked = {"target": {"devices": ["cpu"], "dtype": "bfloat16"}, "training": {"devices": ["cuda:0"]}}
+    warnings = place(config_from(asked), ["0"], cores=2).warnings
+    assert [line.split(":")[0] for line in warnings] == ([] if able else ["target.dtype"])
+    asked["training"] = {"devices": ["cpu"], "precision": "bfloat16"}
+    assert len(place(config_from(asked), [], cores=2).warnings) == (0 if able else 2)
+    assert place(_config(["cpu"], ["cpu"]), [], cores=2).warnings == ()

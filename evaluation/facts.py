@@ -1,0 +1,123 @@
+"""The models of a configuration, found out without loading them: for `python launch.py plan CONFIG`.
+
+Reads the target's description and counts its tensors without allocating them; tokenises nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from configs.facts import Facts
+from configs.schema import Config
+from consumer.memory import estimate_of
+from consumer.setup import drafter_shape
+from producer.packed import KINDS
+from producer.prepare import slot_spec
+from producer.target import TargetDescription, describe_target
+from producer.target_source import TargetFolder, find_target
+from producer.trunk import model_class
+
+SHORT_CONTEXT = 4
+"""A pack shorter than the target's context by more than this factor is worth a warning."""
+
+
+class TargetSize(NamedTuple):
+    """Parameters and bytes of a target's tensors, in the type it computes in."""
+
+    parameters: int
+    trunk_parameters: int
+    bytes: int
+    files_bytes: int
+
+
+def find_facts(config: Config, on_gpu: bool) -> Facts:
+    """Find what there is to know. Raises TargetNotFound, TargetError, ValueError for an impossible drafter."""
+    folder = find_target(config.target.model, config.target.revision, lambda _line: None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+    target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
+    size, step = target_size(folder.path, target), estimate_of(config, target.as_dict())
+    slot_bytes = slot_spec(config, target, "0" * 64).slot_bytes
+    return Facts(
+        _target_lines(target, folder, size, config),
+        _drafter_lines(config, target),
+        _warnings(config, target),
+        slot_bytes,
+        _target_bytes(config, target, size, slot_bytes),
+        step.total_bytes,
+        str(step),
+    )
+
+
+def target_size(folder: Path, target: TargetDescription) -> TargetSize:
+    """Count the target's tensors without allocating them."""
+    with torch.device("meta"):
+        outer = transformers.AutoConfig.from_pretrained(folder)
+        model = model_class(target)._from_config(outer)
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    total = sum(counts.values())
+    layers = max(target.target_layer_ids) + 1
+    skipped = sum(count for name, count in counts.items() if _layer_of(name) >= layers or "lm_head" in name)
+    item = torch.empty((), dtype=getattr(torch, target.dtype)).element_size()
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return TargetSize(total, total - skipped, total * item, files)
+
+
+def _layer_of(name: str) -> int:
+    parts = name.split(".")
+    place = parts.index("layers") if "layers" in parts else None
+    return int(parts[place + 1]) if place is not None and "vision" not in name and "visual" not in name else -1
+
+
+def _target_bytes(config: Config, target: TargetDescription, size: TargetSize, slot_bytes: int) -> int:
+    """The whole target is there until the start-up check has passed; then the trunk, some packs and activations."""
+    item = size.bytes // max(1, size.parameters)
+    trunk = (size.parameters if config.target.final_hidden else size.trunk_parameters) * item
+    activations = 4 * config.pack.tokens * max(target.intermediate, target.hidden) * item
+    return max(size.bytes, trunk + 3 * slot_bytes + activations)
+
+
+def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetSize, config: Config) -> list[str]:
+    text = transformers.AutoConfig.from_pretrained(folder.path).get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]))
+    reads = "rows" if config.target.layout == "rows" or not set(kinds) <= KINDS else "packed"
+    tied = "tied to the embedding" if target.tie_word_embeddings else "its own"
+    deepest = max(target.target_layer_ids) + 1
+    run = target.num_layers if config.target.final_hidden else deepest
+    return [
+        f"target: {target.name} ({folder.origin}: {folder.path}), {target.architecture}",
+        f"  layers {target.num_layers} ({', '.join(kinds)}), of which {run} are run; hidden size {target.hidden}, "
+        f"{target.num_heads} heads, {target.num_kv_heads} kv heads of {target.head_dim}",
+        f"  taps {list(target.target_layer_ids)}; head {tied}, {target.vocab_size} rows; mask token "
+        f"{target.mask_token_id}; context {target.max_position_embeddings}",
+        f"  {size.parameters / 1e9:.3f} billion parameters, {_gb(size.bytes)} in {target.dtype} "
+        f"({_gb(size.files_bytes)} of files); read {reads}",
+    ]
+
+
+def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
+    vocab = config.drafter.draft_vocab_size
+    reduced = list(range(vocab)) if vocab is not None and vocab < target.vocab_size else None
+    shape = drafter_shape(config.drafter, target.as_dict(), reduced)
+    return [
+        f"drafter: {shape.num_parameters / 1e6:.1f} million parameters, {shape.num_layers} layers "
+        f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {config.anchors.num} anchors a "
+        f"pack, {shape.draft_vocab_size or shape.vocab_size} rows of head"
+    ]
+
+
+def _warnings(config: Config, target: TargetDescription) -> list[str]:
+    longest = min(config.data.max_document_tokens or config.pack.tokens, config.pack.tokens)
+    if longest * SHORT_CONTEXT >= target.max_position_embeddings:
+        return []
+    return [
+        f"documents have at most {longest} tokens, the target's context is {target.max_position_embeddings}: a drafter "
+        "accepts less beyond what it was trained on; raise pack.tokens if longer texts will be served"
+    ]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
