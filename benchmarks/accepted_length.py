@@ -46,6 +46,7 @@ class Run:
         self.words += ["--quick"] if options.quick else []
         self.quick, self.device = options.quick, torch.device(options.device)
         self.seconds, self.sweep_seconds = options.train_seconds, options.sweep_seconds
+        self.answer_seconds: float = options.answer_seconds
         self.settings: list[str] = options.set
         self.blocks: list[int] = options.blocks
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -89,7 +90,9 @@ def make_data(run: Run) -> None:
     kinds = json.loads((run.work / "prompts.json").read_text())
     prompts = [prompt for kind in kinds.values() for prompt in kind]
     tokens, workers, batch = (24, 1, 8) if run.quick else (160, 5, 720)
-    answered = data.answer_all(run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens)
+    answered = data.answer_all(
+        run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens, run.answer_seconds
+    )
     run.record("data", answered=answered)
     reader = measuring.Reader(str(run.target), LAYER_IDS, run.device, run.dtype)
     texts = {}
@@ -206,6 +209,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--train-seconds", type=float, default=80.0)
     parser.add_argument("--sweep-seconds", type=float, default=60.0)
+    parser.add_argument("--answer-seconds", type=float, default=120.0, help="answers after that are left out")
     parser.add_argument("--blocks", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="for the real runs")
     parser.add_argument("--quick", action="store_true")

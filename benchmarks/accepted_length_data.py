@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,8 +144,14 @@ def codeio_tasks() -> Iterator[str]:
                 yield f"Write a Python function that solves this task.\n\n{task}"
 
 
-def answer_all(model: Path, prompts: list[str], out: Path, device: str, workers: int, batch: int, tokens: int) -> int:
-    """Let the target answer `prompts` in `workers` processes; writes conversations to `out`, returns how many."""
+def answer_all(
+    model: Path, prompts: list[str], out: Path, device: str, workers: int, batch: int, tokens: int, limit_s: float
+) -> int:
+    """Let the target answer `prompts` in `workers` processes, for `limit_s` at most.
+
+    Writes conversations to `out` in random order and returns how many.
+    """
+    give_up = time.monotonic() + limit_s
     shards = [prompts[worker::workers] for worker in range(workers)]
     processes = []
     for number, shard in enumerate(shards):
@@ -156,7 +163,11 @@ def answer_all(model: Path, prompts: list[str], out: Path, device: str, workers:
         processes.append((subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT), answered))
     rows: list[str] = []
     for process, answered in processes:
-        process.wait()
+        try:
+            process.wait(max(0.0, give_up - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         rows += answered.read_text().splitlines() if answered.exists() else []
     random.Random(0).shuffle(rows)
     out.write_text("".join(row + "\n" for row in rows))
