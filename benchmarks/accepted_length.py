@@ -78,7 +78,7 @@ class Run:
 
 def make_prompts(run: Run) -> None:
     """Prompts to train on and to measure with, from the packages installed here; the two files may be carried over."""
-    sizes = (6, 4, 4) if run.quick else (9000, 3500, 1100)
+    sizes = (6, 4, 4) if run.quick else (5600, 1700, 800)
     kinds = data.training_prompts(*sizes)
     (run.work / "prompts.json").write_text(json.dumps(kinds))
     (run.work / "eval_prompts.json").write_text(json.dumps(data.evaluation_prompts(3 if run.quick else None)))
@@ -89,7 +89,7 @@ def make_data(run: Run) -> None:
     """The target's answers, and the texts to measure with."""
     kinds = json.loads((run.work / "prompts.json").read_text())
     prompts = [prompt for kind in kinds.values() for prompt in kind]
-    tokens, workers, batch = (24, 1, 8) if run.quick else (160, 5, 720)
+    tokens, workers, batch = (24, 1, 8) if run.quick else (160, 5, 800)
     answered = data.answer_all(
         run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens, run.answer_seconds
     )
@@ -149,12 +149,16 @@ def train(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Export, measure by walking over texts, and decode some prompts for real."""
-    exports = {size: _export(run, size) for size in run.blocks}
-    decoding = [_decode(run, folder, size) for size, folder in exports.items() if folder is not None]
+    writing = {size: _export(run, size) for size in run.blocks}
     _, sets = run.read_texts()
+    exports = {}
+    for size, (process, folder) in writing.items():
+        said = process.communicate()[0].decode()
+        run.record("export", block_size=size, exit_code=process.returncode, said=said[-600:])
+        if process.returncode == 0:
+            exports[size] = folder
+    decoding = [_decode(run, folder, size) for size, folder in exports.items()]
     for size, folder in exports.items():
-        if folder is None:
-            continue
         subject = load_subject(folder, str(run.target), run.device)
         budgets, workers = ((4, 8), 1) if run.quick else (BUDGETS, max(1, (os.cpu_count() or 2) - 6))
         found = measuring.measure(subject.drafter, subject.head, sets, budgets, workers)
@@ -170,21 +174,19 @@ def evaluate(run: Run) -> None:
             run.record("decode", drafter=size, found=json.loads(decoded.read_text()))
 
 
-def _export(run: Run, size: int) -> Path | None:
+def _export(run: Run, size: int) -> tuple[subprocess.Popen[bytes], Path]:
     folder = run.work / f"export_b{size}"
     command = [sys.executable, "launch.py", "export", str(run.work / "runs" / f"b{size}"), "--out", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    run.record("export", block_size=size, exit_code=ended.returncode, said=(ended.stdout + ended.stderr)[-600:])
-    return folder if ended.returncode == 0 else None
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT), folder
 
 
 def _decode(run: Run, folder: Path, size: int) -> subprocess.Popen[bytes]:
-    files = []
-    for name, rows in json.loads((run.work / "eval_prompts.json").read_text()).items():
-        files.append(run.work / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
-    command = [sys.executable, "launch.py", "eval", str(folder), "--target", str(run.target), "--prompts"]
-    command += [*map(str, files), "--limit", "1" if run.quick else "3", "--tree", "16", "64"]
+    """Decode code prompts for real; the other sets are decoded with the same command where there is more time."""
+    prompts = run.work / "humaneval.jsonl"
+    rows = json.loads((run.work / "eval_prompts.json").read_text())["humaneval"]
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
+    command = [sys.executable, "launch.py", "eval", str(folder), "--target", str(run.target)]
+    command += ["--prompts", str(prompts), "--limit", "1" if run.quick else "4", "--tree", "16", "64"]
     command += ["--max-new-tokens", "8" if run.quick else "128", "--device", str(run.device)]
     log = (run.out / f"decode_b{size}.log").open("w")
     return subprocess.Popen([*command, "--out", str(run.out / f"eval_b{size}")], stdout=log, stderr=subprocess.STDOUT)

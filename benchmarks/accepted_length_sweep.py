@@ -29,7 +29,7 @@ from evaluation.prompts import prompt_ids
 BASE: dict[str, dict[str, Any]] = {
     "target": {"final_hidden": True},
     "drafter": {"num_layers": 5, "block_size": 8, "layout": "full", "init": "target_last_layers"},
-    "anchors": {"num": 256},
+    "anchors": {"num": 128},
     "loss": {"decay": "exponential"},
     "optimizer": {"lr": 1e-3},
 }
@@ -60,7 +60,7 @@ def trials(quick: bool) -> list[Trial]:
         Trial("a quarter of the data", share=0.25),
         Trial("twice the steps", steps_factor=2.0),
         Trial("gamma 2", {"loss": {"gamma": 2.0}}),
-        Trial("64 anchors", {"anchors": {"num": 64}}),
+        Trial("32 anchors", {"anchors": {"num": 32}}),
         Trial("sliding layers, causal in the block", {"drafter": {"layout": "sliding"}}),
         Trial("block 16", {"drafter": {"block_size": 16}}),
     ]
@@ -82,7 +82,7 @@ class Bench:
     ) -> None:
         """Read the corpus with the target: bf16 features of all packs stay on the device."""
         self.target, self.device, self.dtype, self.quick, self.layer_ids = target, device, dtype, quick, layer_ids
-        self.tokens, self.num_steps = (256, 4) if quick else (4096, 600)
+        self.tokens, self.num_steps = (256, 4) if quick else (2048, 400)
         most_packs = 4 if quick else 400
         self.head = load_frozen_head(target, True, torch.float32, device)
         documents = _documents(reader, corpus, self.tokens)
