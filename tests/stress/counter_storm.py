@@ -148,7 +148,7 @@ class Storm:
                 if code is not None:
                     self.happened["launches"] += 1
                     self.launch()
-                if time.monotonic() < end:
+                if time.monotonic() < end or self.planned:
                     self.disturb()
                 self.check_checkpoints()
                 time.sleep(self.random.uniform(0.2, 1.0) * every_s)
