@@ -196,7 +196,9 @@ def measure_together(run: Run, settle_s: float, seconds: float) -> dict[str, Any
     passed_s = samples[-1].at - samples[0].at
     released, published = (packs_per_s(samples, counter) for counter in ("released", "published"))
     occupancy = sorted(each.occupancy for each in samples)
-    return {
+    alone = run.folder / "alone.json"
+    idle = {"drafter_idle_pct": _idle_pct(alone, samples, passed_s)} if alone.exists() else {}
+    return idle | {
         "seconds": passed_s,
         "packs": samples[-1].released - samples[0].released,
         "tokens_per_s": released * run.tokens_per_pack,
@@ -204,19 +206,15 @@ def measure_together(run: Run, settle_s: float, seconds: float) -> dict[str, Any
         "blocked_pct": 100 * (samples[-1].blocked_s - samples[0].blocked_s) / passed_s,
         "starved_pct": 100 * (samples[-1].starved_s - samples[0].starved_s) / passed_s,
         "occupancy_median": occupancy[len(occupancy) // 2],
-        "drafter_idle_pct": _idle_pct(run, samples, passed_s),
         "series": _series(samples, run.tokens_per_pack),
     }
 
 
-def _idle_pct(run: Run, samples: list[Sample], passed_s: float) -> float:
+def _idle_pct(alone: Path, samples: list[Sample], passed_s: float) -> float:
     """Share of the time in which the drafter had no step to do, by what a step takes alone.
 
     starved_pct is the waiting of its host, which waits for the next pack while the device still trains.
     """
-    alone = run.folder / "alone.json"
-    if not alone.exists():
-        return float("nan")
     step_s = float(json.loads(alone.read_text())["step_s"])
     return 100 * max(0.0, 1 - (samples[-1].released - samples[0].released) * step_s / passed_s)
 
@@ -268,7 +266,7 @@ class Benchmark:
             recurrent = self._run("27b_hybrid", hybrid, ring_of=dense)
             twin = self._run("8b_threads", first, ring_of=eight)
             shared = self._run("8b_shared", first, gpus=self.gpus[1:] * 2, ring_of=eight)
-            pairs = [run for run in (eight, dense) if run.name in self.only]
+            pairs = [run for run in (dense, eight) if run.name in self.only]
             for run in pairs:
                 run.start("target", "drafter")
             if recurrent.name in self.only:
@@ -277,9 +275,10 @@ class Benchmark:
             for run in pairs:
                 self._try(run.name, lambda run=run: self._pair(run, self.times.together))
                 run.end(*(["target"] if run is dense else []))
-            self._try(recurrent.name, lambda: self._hybrid(recurrent))
-            recurrent.end()
-            dense.end()
+                if run is dense:
+                    self._try(recurrent.name, lambda: self._hybrid(recurrent))
+                    recurrent.end()
+                    dense.end()
             if twin.name in self.only:
                 twin.start_threads(self.times.other)
             if shared.name in self.only:
