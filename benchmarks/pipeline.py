@@ -249,11 +249,13 @@ def made(runs: list[Run]) -> Iterator[None]:
 class Benchmark:
     """All measurements; each that fails is reported, and the others go on."""
 
-    def __init__(self, out: Path, quick: bool, only: Sequence[str] = PARTS) -> None:
-        """`only`: which of PARTS are measured; 27b_hybrid needs 27b, whose drafter it feeds."""
+    def __init__(self, out: Path, quick: bool, only: Sequence[str], gpus: Sequence[str], together_s: float) -> None:
+        """`only`: which of PARTS are measured; 27b_hybrid needs 27b, whose drafter it feeds. `gpus`: CUDA ids of target
+        and drafter, which may be the same.
+        """
         self.out, self.quick, self.only = out, quick, only
-        self.times = QUICK if quick else FULL
-        self.gpus = () if quick else ("0", "1")
+        self.times = QUICK if quick else FULL._replace(together=together_s)
+        self.gpus = () if quick else tuple(gpus)
         self.results: dict[str, Any] = {}
         self.runs: list[Run] = []
         self.began = time.monotonic()
@@ -387,9 +389,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU, a few seconds each")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="measure these parts")
+    parser.add_argument(
+        "--gpus", nargs=2, default=("0", "1"), metavar="ID", help="GPU of the target and of the drafter"
+    )
+    parser.add_argument("--together", type=float, default=FULL.together, help="seconds measured with both sides")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    benchmark = Benchmark(arguments.out, arguments.quick, arguments.only)
+    benchmark = Benchmark(arguments.out, arguments.quick, arguments.only, arguments.gpus, arguments.together)
     benchmark.measure()
     summary = summary_of(benchmark.results)
     print(json.dumps(summary, indent=1))
