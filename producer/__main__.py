@@ -30,6 +30,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     import torch
 
     from configs.load import ConfigError, load_config
+    from producer.corpus.documents import DataError
     from producer.loop import run
     from producer.states import BadStates
     from producer.target import TargetError
@@ -43,7 +44,7 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
         run(load_config(run_dir / "config.yaml"), run_dir, rank, device, control, log)
     except RingStopped:
         pass
-    except (ConfigError, TargetError, BadStates, RingError) as error:
+    except (ConfigError, DataError, TargetError, BadStates, RingError) as error:
         print(str(error), file=sys.stderr, flush=True)
         return error.exit_code
     except torch.OutOfMemoryError as error:

@@ -26,8 +26,11 @@ class Documents:
     """A run's documents, read-only. Held-out ones and dropped duplicates are not among them."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the data folder of a run. Raises FileNotFoundError if the tokenised data are gone."""
-        self._corpus, self._kept = read_view(folder)
+        """Open the data folder of a run. Raises DataError if the tokenised data are gone."""
+        try:
+            self._corpus, self._kept = read_view(folder)
+        except FileNotFoundError as error:
+            raise DataError(str(error)) from None
 
     def __len__(self) -> int:
         return len(self._kept)

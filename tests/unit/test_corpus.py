@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,17 @@ def test_the_cache_is_found_again_and_a_change_says_what_changed(prepared: Prepa
     prepared.prepare(sources)
     (line,) = [line for line in prepared.said if "these changed" in line]
     assert "data.sources.0 content 0: " in line
+
+
+def test_tokenised_data_that_are_gone_say_how_to_get_them_again(prepared: Prepared, tmp_path: Path) -> None:
+    sources = [{"path": write_rows(tmp_path / "x.jsonl", [chat("q", "answer")])}]
+    prepared.prepare(sources)
+    shutil.rmtree(prepared.run_dir.parent / ".data")
+    with pytest.raises(DataError, match=r"is gone; 'python launch\.py prepare' makes it again"):
+        Documents(prepared.run_dir / "data")
+    prepared.prepare(sources)
+    assert any("the cached data are gone" in line for line in prepared.said)
+    assert len(prepared.documents) == 1
 
 
 def test_a_template_argument_is_part_of_the_key_and_of_the_record(prepared: Prepared, tmp_path: Path) -> None:
