@@ -114,10 +114,10 @@ def make_step(size: Size, chunk_rows: int = 2048) -> TrainStep:
 
 def timed(run: Callable[[], Any]) -> dict[str, Any]:
     """Time steps with events: median, spread, all of them, and the host's clock over all."""
+    wait_for_turn()
     for _ in range(WARM_UP):
         run()
     torch.cuda.synchronize()
-    wait_for_turn()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     began = time.perf_counter()
     for event in events[:-1]:
@@ -139,21 +139,14 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 def wait_for_turn() -> None:
     """Let measurements started together compile at the same time and measure one after another.
 
-    STEP_GATE names a folder, STEP_GATE_COUNT how many must be ready before the first one measures (at most 240 s);
-    STEP_GATE_FILE, if set, must exist too. The turn ends with the process.
+    STEP_TURN names a file that is locked from here to the end of the process; STEP_AFTER one that must exist first.
     """
-    gate = os.environ.get("STEP_GATE")
-    if not gate or _turn:
+    turn, after = os.environ.get("STEP_TURN"), os.environ.get("STEP_AFTER")
+    if not turn or _turn:
         return
-    folder = Path(gate)
-    (folder / f"ready.{os.getpid()}").touch()
-    until = time.monotonic() + 240
-    also = Path(os.environ.get("STEP_GATE_FILE", gate))
-    while time.monotonic() < until and not (
-        len(list(folder.glob("ready.*"))) >= int(os.environ["STEP_GATE_COUNT"]) and also.exists()
-    ):
+    while after and not Path(after).exists():
         time.sleep(0.05)
-    _turn.append((folder / "turn").open("w"))
+    _turn.append(Path(turn).open("w"))  # noqa: SIM115 - the lock lasts until the process ends
     fcntl.flock(_turn[0], fcntl.LOCK_EX)
 
 
@@ -174,7 +167,9 @@ def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None, attent
     if variant == "old":
         from benchmarks.drafter_step_old import as_before
 
-        return [_measured(step, as_before(step), picture)]
+        run = as_before(step)
+        run()  # compiles
+        return [_measured(step, run, picture)]
     began = time.perf_counter()
     lines: list[str] = []
     prepare(step, True, False, lines.append, attention, tune=False)

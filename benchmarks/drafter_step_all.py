@@ -2,8 +2,9 @@
 
     python -m benchmarks.drafter_step_all --out DIR --results benchmarks/results/drafter_step_HARDWARE_DATE.json
 
-Each measurement is a process of its own (drafter_step.py says what is timed). Those of a group compile at the same
-time and then measure one after another, alone on the GPU. The profile is drawn beside the result file.
+Each measurement is a process of its own (drafter_step.py says what is timed). Those of a group are on one GPU; they
+compile at the same time and measure one after another, alone on it. With --gpus 2 two groups go at a time, so what is
+compared is still measured on one GPU. The profile is drawn beside the result file.
 """
 
 from __future__ import annotations
@@ -14,50 +15,66 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from benchmarks.drafter_step import SIZES
 
 LONGEST_S = 280
-
 GROUPS = (
-    (("27b", "speculators"), ("8b", "speculators"), ("0.6b", "speculators"), ("0.6b", "captured"), ("0.6b", "old")),
-    (("27b", "captured"), ("8b", "captured"), ("27b", "old")),
+    (("27b", "captured"), ("27b", "speculators")),
+    (
+        ("8b", "captured"),
+        ("8b", "speculators"),
+        ("0.6b", "captured"),
+        ("0.6b", "speculators"),
+        ("0.6b", "eager"),
+        ("0.6b", "old"),
+    ),
+    (("27b", "old"), ("8b", "old")),
 )
-"""What compiles at the same time (together it must fit in 139 GiB); within a group one measures after another."""
+"""What compiles at the same time (together it must fit in 139 GiB)."""
 
 
-def measure_all(out: Path, picture: Path) -> None:
-    """Run every measurement; one that fails or takes too long is reported and left out."""
+def measure_all(out: Path, picture: Path, gpus: int, after: str | None) -> None:
+    """Run every measurement; one that fails or takes too long is reported and left out. after: see --after."""
     out.mkdir(parents=True, exist_ok=True)
-    for group in GROUPS:
-        with tempfile.TemporaryDirectory() as gate:
-            environment = os.environ | {"STEP_GATE": gate, "STEP_GATE_COUNT": str(len(group))}
-            running = {}
-            for shape, variant in group:
-                command = [sys.executable, "-m", "benchmarks.drafter_step", "--shape", shape, "--variant", variant]
-                command += ["--out", str(out)]
-                if (shape, variant) == ("27b", "captured"):
-                    command += ["--picture", str(picture)]
-                running[f"{shape}.{variant}"] = subprocess.Popen(command, env=environment)
-            _wait_for(running, Path(gate))
+    waiting = list(GROUPS)
+
+    def one_gpu(gpu: int) -> None:
+        while waiting:
+            _measure_group(waiting.pop(0), out, picture, gpu, after if gpu == gpus - 1 else None)
+
+    threads = [threading.Thread(target=one_gpu, args=(gpu,)) for gpu in range(gpus)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.5)  # the first group goes to the first GPU
+    for thread in threads:
+        thread.join()
 
 
-def _wait_for(running: dict[str, subprocess.Popen[bytes]], gate: Path) -> None:
-    """Wait until all have ended; the others need not wait at the gate for one that has failed."""
-    until = time.monotonic() + LONGEST_S
-    while running:
-        for name, process in list(running.items()):
-            if time.monotonic() > until:
+def _measure_group(group: tuple[tuple[str, str], ...], out: Path, picture: Path, gpu: int, after: str | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"STEP_TURN": f"{folder}/turn", "CUDA_VISIBLE_DEVICES": str(gpu)}
+        if after:
+            environment["STEP_AFTER"] = after
+        running = {}
+        for shape, variant in group:
+            command = [sys.executable, "-m", "benchmarks.drafter_step", "--shape", shape, "--variant", variant]
+            command += ["--out", str(out)]
+            if (shape, variant) == ("27b", "captured"):
+                command += ["--picture", str(picture)]
+            running[f"{shape}.{variant}"] = subprocess.Popen(command, env=environment)
+        until = time.monotonic() + LONGEST_S
+        for name, process in running.items():
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
-            code = process.poll()
-            if code is not None:
-                del running[name]
-                if code:
-                    (gate / f"ready.{name}").touch()
-                    print(f"{name}: ended with code {code}", flush=True)
-        time.sleep(0.1)
+                code = process.wait()
+            if code:
+                print(f"{name}: ended with code {code}", flush=True)
 
 
 def collect(folder: Path, target: Path) -> None:
@@ -96,9 +113,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine to measure on")
+    parser.add_argument(
+        "--after", help="the last GPU measures only when this file exists, for what shares it meanwhile"
+    )
     arguments = parser.parse_args()
     if not arguments.collect:
-        measure_all(arguments.out, arguments.results.with_suffix(".png"))
+        measure_all(arguments.out, arguments.results.with_suffix(".png"), arguments.gpus, arguments.after)
     collect(arguments.out, arguments.results)
 
 

@@ -239,7 +239,7 @@ class LossConfig(Section):
     """Decay of the exponential weights. None: 7, 5, 4 for block sizes 16, 10, 8 (about 0.43 B + 0.4 between)."""
     dpace_alpha: Float = Field(0.5, ge=0, le=1)
     """Smoothing of D-PACE."""
-    chunk_rows: Int = Field(2048, ge=1)
+    chunk_rows: Int = Field(4096, ge=1)
     """Block rows whose logits exist at one time."""
 
 
@@ -333,6 +333,8 @@ class SupervisorConfig(Section):
     """Longest start of one process."""
     stop_timeout_s: Float = Field(10.0, gt=0)
     """Longest graceful stop before a process is killed."""
+    save_timeout_s: Float = Field(600.0, gt=0)
+    """So much longer for a drafter that is writing its last checkpoint."""
 
 
 class Config(Section):

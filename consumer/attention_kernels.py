@@ -47,13 +47,19 @@ class Kernels(NamedTuple):
     own: Tiles
 
 
-HALF = Kernels(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 128, 8, 3), Tiles(32, 32, 4, 3))
+HALF = Kernels(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 128, 8, 3), Tiles(32, 32, 4, 3))
 WIDE = Kernels(*[Tiles(32, 32, 4, 1)] * 4)
+FULL = Kernels(*[Tiles(16, 16, 4, 1)] * 4)
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int) -> Kernels:
-    """Choose tile sizes: measured ones (H200, heads of 128) for two bytes and heads up to 128, else small ones."""
-    return HALF if dtype.itemsize == 2 and head_dim <= 128 else WIDE
+    """Choose tile sizes: measured ones (H200, heads of 128) for two bytes and heads up to 128, else small ones.
+
+    float32 is for checks, not for speed; larger tiles of it do not fit in registers.
+    """
+    if dtype.itemsize > 2:
+        return FULL
+    return HALF if head_dim <= 128 else WIDE
 
 
 class Plan(NamedTuple):

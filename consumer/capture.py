@@ -68,6 +68,8 @@ def fast_pieces(head_dim: int) -> Pieces:
         add_norm=piece_kernels.add_norm,
         gated=piece_kernels.gated,
         heads=piece_kernels.heads if head_dim & (head_dim - 1) == 0 else plain,
+        spread=piece_kernels.spread,
+        without_anchors=piece_kernels.without_anchors,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,51 +162,14 @@ def heads(
 
 def spread(rows: Tensor, block_size: int) -> Tensor:
     """Turn [A + 1, O], the anchors' rows and the one that all other slots share, into [A*B, O]."""
-    out: Tensor = _Spread.apply(rows, block_size)  # type: ignore[no-untyped-call]
-    return out
+    num_anchors = rows.shape[0] - 1
+    others = rows[-1:].expand(num_anchors * (block_size - 1), -1).view(num_anchors, block_size - 1, -1)
+    return torch.cat([rows[:-1, None], others], dim=1).flatten(0, 1)
 
 
 def without_anchors(rows_Q: Tensor, block_size: int) -> Tensor:
     """Drop slot 0 of each block: [A*B, O] to [A*(B-1), O]."""
-    out: Tensor = _WithoutAnchors.apply(rows_Q, block_size)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Spread(torch.autograd.Function):
-    """Each way is two copies, or a copy and a sum; torch's own gradients of cat and expand take twice as many."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
-        ctx.block_size = block_size
-        out = rows.new_empty(rows.shape[0] - 1, block_size, rows.shape[1])
-        out[:, 0] = rows[:-1]
-        out[:, 1:] = rows[-1]
-        return out.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        d_out = grads[0].unflatten(0, (-1, ctx.block_size))
-        d_rows = d_out.new_empty(d_out.shape[0] + 1, d_out.shape[2])
-        d_rows[:-1] = d_out[:, 0]
-        torch.sum(d_out[:, 1:], (0, 1), out=d_rows[-1])
-        return d_rows, None
-
-
-class _WithoutAnchors(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
-        ctx.block_size = block_size
-        kept: Tensor = rows.unflatten(0, (-1, block_size))[:, 1:].flatten(0, 1)
-        return kept
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        d_out = grads[0].unflatten(0, (-1, ctx.block_size - 1))
-        d_rows = d_out.new_empty(d_out.shape[0], ctx.block_size, d_out.shape[2])
-        d_rows[:, 0] = 0.0
-        d_rows[:, 1:] = d_out
-        flat: Tensor = d_rows.flatten(0, 1)
-        return flat, None
+    return rows_Q.view(-1, block_size, rows_Q.shape[-1])[:, 1:].flatten(0, 1)
 
 
 @dataclass
@@ -217,6 +180,8 @@ class Pieces:
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
     gated: Callable[..., Tensor] = gated
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
+    spread: Callable[[Tensor, int], Tensor] = spread
+    without_anchors: Callable[[Tensor, int], Tensor] = without_anchors
 
 
 class Norm(nn.Module):
@@ -303,9 +268,12 @@ class Drafter(nn.Module):
         return found
 
     def use_float8(self, on: bool = True) -> None:
-        """Compute the products of all trained matrices in 8 bits from now on (float8.py), or not."""
-        for projection in self.projections():
-            projection.in_float8 = on
+        """Compute the feed-forward parts' products, three quarters of all, in 8 bits from now on (float8.py), or not.
+
+        The rest stays as it is: with all of them in 8 bits a synthetic task was learnt visibly later (docs/log.md).
+        """
+        for layer in self._layers():
+            layer.mlp.gate_up.in_float8 = layer.mlp.down.in_float8 = on
 
     def _layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]
@@ -339,17 +307,17 @@ class Drafter(nn.Module):
         cos, sin = rotation(torch.cat([context_position, block_position]), self.shape.head_dim, self.shape.rope_theta)
         layers, pieces, size = self._layers(), self.pieces, self.shape.block_size
         y = pieces.rms_norm(block_x, layers[0].input_layernorm.weight, eps)
-        x = spread(block_x, size) if shared_mask_row else block_x
+        x = pieces.spread(block_x, size) if shared_mask_row else block_x
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
             qkv, kv_context = attention.qkv_and_context(y, g)
             if shared_mask_row and index == 0:
-                qkv = spread(qkv, size)
+                qkv = pieces.spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)
             mixed = attend(q, k, v, self.shape.layer_types[index])
             if last and predicted_only:
-                x, mixed = without_anchors(x, size), without_anchors(mixed, size)
+                x, mixed = pieces.without_anchors(x, size), pieces.without_anchors(mixed, size)
             x, y = pieces.add_norm(x, attention.out(mixed), layer.post_attention_layernorm.weight, eps)
             hidden = mlp.down(pieces.gated(mlp.gate_up(y)))
             following = self.norm if last else layers[index + 1].input_layernorm

@@ -217,6 +217,68 @@ def _heads_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + program * HEAD + HEAD // 2 + half, high_sum)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _spread_kernel(rows, out, last, columns, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    source = tl.where(row % size == 0, row // size, last)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(rows + source.to(tl.int64) * columns + column, mask=column < columns)
+    tl.store(out + row.to(tl.int64) * columns + column, value, mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _drop_kernel(rows, kept, columns, size, BACK: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    slot = row % size
+    place = (row // size * (size - 1) + slot - 1).to(tl.int64) * columns
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (column < columns) & (slot > 0)
+    at = rows + row.to(tl.int64) * columns + column
+    if BACK:
+        tl.store(at, tl.load(kept + place + column, mask=inside, other=0.0), mask=column < columns)
+    else:
+        tl.store(kept + place + column, tl.load(at, mask=inside), mask=inside)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
+        ctx.block_size, (count, columns) = block_size, rows.shape
+        out = rows.new_empty((count - 1) * block_size, columns)
+        grid = (out.shape[0], triton.cdiv(columns, 2048))
+        _spread_kernel[grid](rows, out, count - 1, columns, block_size, WIDTH=2048, num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        d_out = grads[0].unflatten(0, (-1, ctx.block_size))
+        d_rows = d_out.new_empty(d_out.shape[0] + 1, d_out.shape[2])
+        d_rows[:-1] = d_out[:, 0]
+        torch.sum(d_out[:, 1:], (0, 1), out=d_rows[-1])
+        return d_rows, None
+
+
+class _WithoutAnchors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, block_size: int) -> Tensor:
+        ctx.block_size, (count, columns) = block_size, rows.shape
+        kept = rows.new_empty(count // block_size * (block_size - 1), columns)
+        _drop_kernel[count, triton.cdiv(columns, 2048)](
+            rows, kept, columns, block_size, BACK=False, WIDTH=2048, num_warps=4
+        )
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        d_kept, size = grads[0].contiguous(), ctx.block_size
+        count, columns = d_kept.shape[0] // (size - 1) * size, d_kept.shape[1]
+        d_rows = d_kept.new_empty(count, columns)
+        _drop_kernel[count, triton.cdiv(columns, 2048)](
+            d_rows, d_kept, columns, size, BACK=True, WIDTH=2048, num_warps=4
+        )
+        return d_rows, None
+
+
 class _Norm(torch.autograd.Function):
     """RMS norm of x, or of the sum of x and an update, which is returned too."""
 
@@ -340,6 +402,18 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Ten
 def gated(gate_up: Tensor) -> Tensor:
     """SwiGLU of [R, 2*I], gate first: silu(gate) * up."""
     out: Tensor = _Gated.apply(gate_up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """Turn [A + 1, O], the anchors' rows and the one that all other slots share, into [A*B, O]."""
+    out: Tensor = _Spread.apply(rows.contiguous(), block_size)  # type: ignore[no-untyped-call]
+    return out
+
+
+def without_anchors(rows_Q: Tensor, block_size: int) -> Tensor:
+    """Drop slot 0 of each block: [A*B, O] to [A*(B-1), O]."""
+    out: Tensor = _WithoutAnchors.apply(rows_Q.contiguous(), block_size)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -286,6 +286,8 @@ def test_pieces_as_kernels_equal_the_plain_functions():
         "rms_norm": ([random(96, 640), random(640)], [1e-6]),
         "add_norm": ([random(96, 640), random(96, 640), random(640)], [1e-6]),
         "gated": ([random(96, 2 * 1100)], []),
+        "spread": ([random(13, 2100)], [8]),
+        "without_anchors": ([random(96, 2100)], [8]),
         "heads": ([random(96, 8 * 32), random(100, 4 * 32), random(32), random(32)], [angle.cos(), angle.sin(), 1e-6]),
     }
     for name, (inputs, fixed) in cases.items():
