@@ -95,6 +95,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
                 trainer.save()
         meter.write(trainer.step, len(trainer.journal.trained))
         meter.flush()
+        control.report(saving=True)
         trainer.finish()
     for ring in rings:
         ring.close()

@@ -138,6 +138,11 @@ class Child:
         return self.reply.get("pid") == self.pid and self.reply.get("state") in READY_STATES
 
     @property
+    def is_saving(self) -> bool:
+        """Whether this life has said that it is writing its last checkpoint."""
+        return self.reply.get("pid") == self.pid and bool(self.reply.get("saving"))
+
+    @property
     def work_is_done(self) -> bool:
         """Whether an exit with code 0 means what it should: final.json is written, or the target had no packs left."""
         if self.placement.role == TARGET:

@@ -94,7 +94,7 @@ class Supervisor:
                 self._spawn(child)
             elif child.state == STARTING:
                 self._look_at_start(child, now)
-            elif child.state == STOPPING and now > child.kill_at:
+            elif child.state == STOPPING and now > child.kill_at + self._grace_s(child):
                 self._out.warn(f"{child.name} (pid {child.pid}) did not stop in time: killed")
                 child.kill()
             elif child.state == RUNNING and child.crashes_in_a_row and now - (child.ready_at or now) > STABLE_S:
@@ -129,6 +129,10 @@ class Supervisor:
                 child.kill()
             else:
                 child.ask_to_stop(self.config.supervisor.stop_timeout_s)
+
+    def _grace_s(self, child: Child) -> float:
+        """More time to stop for a process that is writing its last checkpoint."""
+        return self.config.supervisor.save_timeout_s if child.is_saving else 0.0
 
     @property
     def all_left(self) -> bool:

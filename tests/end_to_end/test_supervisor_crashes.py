@@ -117,6 +117,17 @@ def test_a_process_that_does_not_stop_is_killed_within_the_limit(runs: Runs) -> 
     runs.assert_nothing_left()
 
 
+def test_a_drafter_that_writes_its_last_checkpoint_is_given_the_time(runs: Runs) -> None:
+    launcher = runs.launch("--set", "supervisor.stop_timeout_s=1", steps=4000, save_s=4, every=10000)
+    runs.until_step(2)
+    os.killpg(launcher.pid, signal.SIGINT)
+    code, out = end(launcher, 20)
+    assert code == 130
+    assert "did not stop in time" not in out
+    assert len(list((runs.run_dir / "checkpoints").iterdir())) == 1
+    runs.assert_nothing_left()
+
+
 def test_a_second_ctrl_c_ends_at_once(runs: Runs) -> None:
     launcher = runs.launch("--set", "supervisor.stop_timeout_s=60", steps=4000, slow_stop="drafter")
     runs.until_step(2)

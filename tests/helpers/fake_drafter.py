@@ -75,6 +75,8 @@ class Fake:
                     self.save()
         for ring in rings:
             ring.close()
+        self.control.report(saving=True)
+        rest(asked.get("save_s", 0))
         folder = self.save()
         if self.step >= goal:
             final = {"steps": self.step, "packs_trained": self.step, "checkpoint": folder}

@@ -5,6 +5,7 @@ The fakes are real processes on the real ring, control and telemetry; only the m
   every        steps between its checkpoints (5)                 pack_s    duration of a target's pack (0)
   slow_stop    role that ignores a stop                          start_exit  {"target0": code} left with at start
   start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
+  save_s       duration of the last checkpoint (0)
   heldout      values of heldout.json                            prepare_exit  code of preparation
 """
 
