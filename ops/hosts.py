@@ -325,7 +325,8 @@ class JoinedHosts:
             reason = f"node 0 at {self.place.address}:{self.place.port}: silent for {silent_s:.0f} s; given up"
             return Word(verdict="fail", reason=reason, exit_code=4)
         reason = f"node 0: silent for {silent_s:.0f} s; training goes on when it is started again"
-        return Word(verdict="wait", reason=reason, complete=True, others=word.others)
+        others = [other | {"lost": other["lost"] or other["node"] == 0} for other in word.others]
+        return Word(verdict="wait", reason=reason, complete=True, others=others)
 
     def _change(self, **values: Any) -> None:
         with self._lock:

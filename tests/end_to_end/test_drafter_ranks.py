@@ -76,13 +76,3 @@ def test_a_run_goes_on_with_other_numbers_of_targets_and_drafters(tiny: Tiny) ->
     ]
     assert sorted(begun) == list(range(planned_packs(tiny)))  # each pack once, over all three lives: each saved
     assert_complete(tiny)
-
-
-def test_micro_steps_make_one_step_of_several_packs_and_leave_none_out(tiny: Tiny) -> None:
-    settings = ("--set", "training.micro_steps=4", "--set", "training.epochs=1", "--set", "training.devices=[cpu, cpu]")
-    tiny.launch(*QUIET, *settings)
-    code, out = tiny.end()
-    assert code == 0, out
-    summary = json.loads((tiny.dir / "summary.json").read_text())
-    assert summary["steps"] == -(-planned_packs(tiny) // 8)
-    assert_complete(tiny)
