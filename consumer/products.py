@@ -212,7 +212,8 @@ class _Plan:
 def _fastest(library: _Library, product: Product) -> _Plan | None:
     """Measure the proposals for a product on random data; None where none gives what torch.mm gives."""
     a, b, out = _made_up(product)
-    wanted = torch.mm(a, b).float()
+    some = slice(None, None, max(1, product.m // 64))  # rows from all over; whole results in float32 take gigabytes
+    wanted = torch.mm(a[some], b).float()
     plan = _Plan(library, product)
 
     def took_ms(algorithm: object, burst_ms: float) -> float:
@@ -232,7 +233,7 @@ def _fastest(library: _Library, product: Product) -> _Plan | None:
         plan.algorithm = algorithm
         out.zero_()
         plan.run(a, b, out)
-        if float((out.float() - wanted).norm()) <= 1e-2 * float(wanted.norm()):
+        if float((out[some].float() - wanted).norm()) <= 1e-2 * float(wanted.norm()):
             right.append(algorithm)
     if not right:
         return None
