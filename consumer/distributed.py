@@ -128,6 +128,9 @@ class Ranks:
             store = _meet(place)
             with _naming(f"drafter {self.rank}: joining {self.world} ranks"):
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=limit)
+            if self.largest(int(self._on_gpu)) != -self.largest(-int(self._on_gpu)):
+                raise ConfigError([f"drafter {self.rank}: some drafters are on GPUs, some on CPUs; make them alike"])
+            with _naming(f"drafter {self.rank}: joining {self.world} ranks"):
                 if self._on_gpu:
                     self.device_group = dist.new_group(backend="nccl", timeout=limit)
 

@@ -109,7 +109,17 @@ def place(config: Config, gpus: list[str], cores: int) -> Map:
             used[gpu] += 1
         threads = (config.target.threads if role == TARGET else config.training.threads) or share
         placements.append(Placement(role, rank, gpu, threads))
+    _check_drafters([each.gpu for each in placements if each.role == DRAFTER])
     return Map(tuple(placements), (*_warnings(placements, cores), *_type_warnings(config, placements)))
+
+
+def _check_drafters(gpus: list[str | None]) -> None:
+    """Refuse drafters that could not add up their gradients: two on one GPU, or some on GPUs and some on the CPU."""
+    shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
+    if shared is not None:
+        raise ConfigError([f"training.devices: {gpus.count(shared)} drafters on GPU {shared}; NCCL takes one a GPU"])
+    if None in gpus and any(gpus):
+        raise ConfigError(["training.devices: some on GPUs, some on the CPU; drafters train one model together"])
 
 
 def _key(role: str) -> str:

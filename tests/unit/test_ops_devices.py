@@ -54,6 +54,14 @@ def test_a_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -
         place(_config(["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]), find_gpus(), cores=8)
 
 
+def test_drafters_that_could_not_add_up_their_gradients_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"training\.devices: 2 drafters on GPU 7; NCCL takes one a GPU"):
+        place(_config(["cuda:0"], ["cuda:1", "cuda:1"]), ["5", "7"], cores=8)
+    with pytest.raises(ConfigError, match="some on GPUs, some on the CPU"):
+        place(_config(["cuda:0"], ["cuda:1", "cpu"]), ["5", "7"], cores=8)
+    assert len(place(_config(["cuda:0"], ["cuda:0", "cuda:1"]), ["5", "7"], cores=8).placements) == 3
+
+
 @pytest.mark.parametrize("text", ["gpu", "cuda", "cuda:-1", "cuda:1:2"])
 def test_a_word_that_is_no_device_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"target\.devices: expected cpu, auto or cuda:N, got"):
