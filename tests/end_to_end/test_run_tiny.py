@@ -72,13 +72,18 @@ def test_ctrl_c_saves_and_a_second_launch_goes_on_where_it_stopped(tiny: Tiny) -
     assert summary["packs_trained"] == summary["steps"] == planned_packs(tiny)
 
 
-def test_restart_of_the_drafter_alone_repeats_nothing(tiny: Tiny) -> None:
+def test_restart_of_the_drafter_alone_repeats_nothing_and_takes_other_hyperparameters(tiny: Tiny) -> None:
     tiny.launch("--set", "evaluation.enabled=false", "--set", "checkpoint.every_steps=1000")
     tiny.wait_for(lambda: any(line["step"] >= 10 for line in tiny.metrics("drafter")))
+    settings = ["optimizer.lr=5e-4", "loss.gamma=2", "loss.decay=none", "anchors.num=8"]
     command = [sys.executable, "launch.py", "restart", "drafter", str(tiny.dir)]
+    command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=LIMIT_S)
     code, out = tiny.end()
     assert code == 0, out
+    final = json.loads((tiny.dir / "summary.json").read_text())["checkpoint"]
+    config = json.loads((Path(final) / "checkpoint.json").read_text())["config"]
+    assert (config["optimizer"]["lr"], config["loss"]["decay"], config["anchors"]["num"]) == (5e-4, "none", 8)
     begun = [json.loads(line)["pack_id"] for line in (tiny.dir / "journal.0.jsonl").read_text().splitlines()]
     assert sorted(begun) == list(range(planned_packs(tiny)))  # each pack once, over both lives
     assert (tiny.dir / "logs" / "target0.log").read_text().count("model loaded") == 1

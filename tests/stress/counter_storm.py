@@ -85,9 +85,9 @@ class Storm:
 
     def launch(self) -> None:
         """Start a launcher with numbers of targets and drafters of its own."""
-        shape = self.random.randint(1, self.most), self.random.randint(1, min(2, self.most))
-        if self.shapes and shape == self.shapes[-1]:
-            shape = (shape[0] % self.most + 1, shape[1])
+        before = self.shapes[-1][0] if self.shapes else 0
+        targets = self.random.choice([number for number in range(1, self.most + 1) if number != before])
+        shape = targets, self.random.randint(1, min(2, self.most))
         self.shapes.append(shape)
         devices = [f"[{', '.join(['cpu'] * number)}]" for number in shape]
         log = (self.folder / "launcher.out").open("ab")
