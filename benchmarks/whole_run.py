@@ -205,14 +205,17 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--disturb", nargs="*", choices=("restart", "target", "drafter"), default=[])
+    parser.add_argument("--only-write", action="store_true", help="write the documents and leave, for a dry run")
     parser.add_argument("--documents", type=int, default=DOCUMENTS)
     parser.add_argument("--median", type=int, default=MEDIAN)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     config = load_config(arguments.config, arguments.set)
     write_documents(Path(config.data.sources[0].path), arguments.documents, arguments.median)
+    if arguments.only_write:
+        return 0
     command = [
         sys.executable,
         "launch.py",
