@@ -208,7 +208,7 @@ class Trainer:
         for claim in wrong:
             log("start-up check failed", claim=claim)
         if wrong:
-            self.step.execute = self.step.on_device
+            self.step.execute, self.step.execute_micro = self.step.on_device, self.step.micro_on_device
         log(
             "step", captured=captured and not wrong, attention=self.step.attention_note or "dense",
             products_measured=self.step.tuned_products,

@@ -7,6 +7,7 @@ than their eager twin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor
 from consumer.step import TrainStep
 
 STEPS = 3
+NOISE_FACTOR = 3.0
 
 
 def self_check(step: TrainStep, tolerance: float) -> list[str]:
     """Compare step.execute with step.on_device; returns the claims that failed, empty when all is well.
 
-    `tolerance`: largest relative difference of a loss between both, 1e-3 in bfloat16.
+    `tolerance`: largest relative difference of a loss between both, 1e-3 in bfloat16; more only where the eager lines
+    differ that much from themselves (dense attention on a GPU adds up its gradients in any order, and Adam's first
+    updates are as large for a gradient of rounding errors as for any other).
     """
     saved = [(tensor, tensor.clone()) for tensor in _state(step)]
     pack = [value for value in vars(step.pack).values() if value is not None]
@@ -43,10 +47,13 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
 def _claims(step: TrainStep, tolerance: float, restore: Callable[[], None]) -> list[tuple[str, bool]]:
     eager = _losses(step, step.on_device)
     restore()
+    again = _losses(step, step.on_device)
+    restore()
     fast = _losses(step, step.execute)
     restore()
-    worst = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(eager, fast, strict=True))
-    claims = [(f"{STEPS} eager steps and {STEPS} replays give the same losses: {eager} and {fast}", worst <= tolerance)]
+    worst, noise = _difference(eager, fast), _difference(eager, again)
+    same = worst <= max(tolerance, NOISE_FACTOR * noise) and _difference(eager[:1], fast[:1]) <= tolerance
+    claims = [(f"{STEPS} eager steps and {STEPS} replays give the same losses: {eager} and {fast}", same)]
     before = step.flat.masters.clone()
     step.lr_factor.zero_()
     still = _losses(step, step.execute)
@@ -60,6 +67,12 @@ def _claims(step: TrainStep, tolerance: float, restore: Callable[[], None]) -> l
     changed = _losses(step, step.execute)
     claims.append((f"another pack gives another loss: {fast[0]} and {changed[0]}", fast[0] != changed[0]))
     return claims
+
+
+def _difference(wanted: list[float], found: list[float]) -> float:
+    """Largest relative difference; not a number counts as infinite."""
+    differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in zip(wanted, found, strict=True)]
+    return max(value if math.isfinite(value) else math.inf for value in differences)
 
 
 def _losses(step: TrainStep, run: Callable[[], None]) -> list[float]:

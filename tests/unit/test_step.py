@@ -274,3 +274,18 @@ def test_other_labels_train(labels):
     step.rule = step.rule._replace(labels=labels)
     found = losses(step, 40)
     assert found[-1] < found[0]
+
+
+def test_the_self_check_allows_a_replay_what_the_eager_lines_allow_themselves():
+    step = step_of()
+    eager, generator = step.on_device, torch.Generator().manual_seed(0)
+
+    def any_order() -> None:
+        eager()
+        step.flat.masters.mul_(1.0 + 1e-3 * torch.randn(step.flat.size, generator=generator) * float(step.lr_factor))
+
+    step.on_device = step.execute = any_order
+    assert self_check(step, 1e-9) == []
+    step.on_device = eager
+    found = self_check(step, 1e-9)
+    assert any("give the same losses" in claim for claim in found)
