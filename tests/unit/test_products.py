@@ -1,0 +1,52 @@
+"""Products without a GPU: what is handed on to torch, and how a product is described to cuBLASLt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from consumer.products import Product, _product_of, measured, multiply
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_it_is_the_matrix_product_in_place_and_on_top():
+    a, b, out = random(4, 6), random(6, 5), random(4, 5)
+    before = out.clone()
+    torch.testing.assert_close(multiply(a, b), a @ b)
+    assert multiply(a, b, out, add=True) is out
+    torch.testing.assert_close(out, before + a @ b)
+    assert multiply(a, b, out) is out
+    torch.testing.assert_close(out, a @ b)
+
+
+def test_nothing_is_measured_on_a_cpu():
+    multiply(random(4, 6), random(6, 5))
+    assert measured() == {}
+
+
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("b_transposed", [False, True])
+def test_a_product_is_described_by_sizes_strides_and_which_side_is_transposed(a_transposed, b_transposed):
+    a = random(40, 30).t() if a_transposed else random(30, 64)[:, :40]
+    b = random(20, 40).t() if b_transposed else random(40, 20)
+    found = _product_of(a, b, random(30, 32)[:, :20], add=True)
+    strides = (30 if a_transposed else 64, 40 if b_transposed else 20, 32)
+    assert found is not None
+    assert found == Product(30, 20, 40, a_transposed, b_transposed, *strides, True, found.alignment)
+    assert found.flop == 2 * 30 * 20 * 40
+
+
+def test_alignment_is_that_of_the_worst_operand():
+    a, b, out = random(32, 64), random(64, 32), random(32, 32)
+    offset = torch.zeros(64 * 32 + 4)[4:].view(64, 32)  # 16 bytes further on
+    assert _product_of(a, offset, out, False).alignment == 16
+    assert _product_of(a, b, out, False).alignment >= 64
+
+
+def test_other_strides_are_left_to_torch():
+    every_second = random(30, 80)[:, ::2]
+    assert _product_of(every_second, random(40, 20), random(30, 20), False) is None
+    assert _product_of(random(30, 40), random(40, 20), random(20, 30).t(), False) is None
