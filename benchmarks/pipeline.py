@@ -250,8 +250,9 @@ class Benchmark:
     """All measurements; each that fails is reported, and the others go on."""
 
     def __init__(self, out: Path, quick: bool, only: Sequence[str], gpus: Sequence[str], together_s: float) -> None:
-        """`only`: which of PARTS are measured; 27b_hybrid needs 27b, whose drafter it feeds. `gpus`: CUDA ids of target
-        and drafter, which may be the same.
+        """`only`: which of PARTS are measured; 27b_hybrid feeds the drafter of 27b, or is measured alone.
+
+        `gpus`: CUDA ids of target and drafter, which may be the same.
         """
         self.out, self.quick, self.only = out, quick, only
         self.times = QUICK if quick else FULL._replace(together=together_s)
@@ -298,9 +299,13 @@ class Benchmark:
         if name not in (*self.only, "setup"):
             return
         try:
-            self.results[name] = measure()
+            self._note(name, measure())
         except Exception as error:
-            self.results[name] = {"failed": str(error) or repr(error)}
+            self._note(name, {"failed": str(error) or repr(error)})
+
+    def _note(self, name: str, found: dict[str, Any]) -> None:
+        """Add to a part's results, and write everything down at once: the time may run out."""
+        self.results.setdefault(name, {}).update(found)
         shown = {key: value for key, value in self.results[name].items() if key != "series"}
         print(f"{time.monotonic() - self.began:.0f} s | {name} | {json.dumps(shown)}", flush=True)
         (self.out / "pipeline_raw.json").write_text(json.dumps(self.results))
@@ -320,24 +325,26 @@ class Benchmark:
 
     def _pair(self, run: Run, seconds: float, alone: bool = True) -> dict[str, Any]:
         run.wait_for("at.gate.target", "at.gate.alone")
-        result: dict[str, Any] = {}
+        result = self.results.setdefault(run.name, {})
         if alone:
-            result |= measure_target_alone(run, self.times)
-            result |= measure_drafter_alone(run)
+            self._note(run.name, measure_target_alone(run, self.times))
+            self._note(run.name, measure_drafter_alone(run))
         else:
             run.open("target")
             run.open("alone")
         run.open("drafter")
         run.wait_for("at.gate.drafter")
-        result |= measure_together(run, self.times.settle, seconds)
+        self._note(run.name, measure_together(run, self.times.settle, seconds))
         if alone:
             slower = min(result["target_alone_tokens_per_s"], result["drafter_alone_tokens_per_s"])
             result["efficiency"] = result["tokens_per_s"] / slower
         return result
 
     def _hybrid(self, run: Run) -> dict[str, Any]:
-        """Another target feeds the ring of the 27B drafter, with packs that it has not trained yet."""
+        """Another target feeds the ring of the 27B drafter, with packs that it has not trained; without it, alone."""
         run.wait_for("at.gate.target", limit_s=1.0)
+        if "27b" not in self.only:
+            return measure_target_alone(run, self.times)
         write_trained(run.folder, Trained(0, frozenset(range(run.plan["num_packs"] // 2))))
         run.open("target")
         return measure_together(run, self.times.settle + self.times.alone / 2, self.times.other)

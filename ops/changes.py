@@ -24,7 +24,15 @@ _DRAFTER = (
     "ring.pick",
     "ring.max_age",
 )
-_TARGET = ("target.compile", "target.attention", "target.threads", "pack.row_buckets", "pack.max_row_tokens")
+_TARGET = (
+    "target.compile",
+    "target.attention",
+    "target.layout",
+    "target.state_band",
+    "target.threads",
+    "pack.row_buckets",
+    "pack.max_row_tokens",
+)
 _FIXED = ("training.devices", "training.epochs")
 RESTARTABLE = {DRAFTER: _DRAFTER, TARGET: _TARGET}
 

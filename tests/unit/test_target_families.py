@@ -17,9 +17,10 @@ from configs.schema import Config
 from consumer.frozen_head import load_frozen_head
 from producer import selfcheck
 from producer.setup import make_target
+from producer.states import StateCheck
 from producer.target import TargetDescription, TargetError, describe_target
 from producer.trunk import Target
-from tests.helpers.corpus import all_packs, maker_of, random_documents
+from tests.helpers.corpus import FakeCorpus, all_packs, maker_of, random_documents
 from tests.helpers.families import FAMILIES, HIDDEN, LAYERS, PACKED, VOCAB, make_family
 from tests.helpers.tiny_target import make_tokenizer
 
@@ -150,6 +151,24 @@ def test_h09_a_tap_that_is_not_the_layers_output_is_refused() -> None:
     target.forward = rounded  # type: ignore[method-assign]
     with pytest.raises(TargetError, match="the pack does not hold what the layer put out"):
         selfcheck.check_target(target, reference, "float32", 48)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_answers_that_the_target_wrote_agree_with_it(own: bool) -> None:
+    model = make_family("qwen3")
+    target = Target(model, TAPS)
+    target.use_packed()
+    texts = [torch.tensor([start]) for start in (5, 50, 100)]
+    for _ in range(12):
+        with torch.inference_mode():
+            following = [model(input_ids=text[None]).logits[0, -1].argmax()[None] for text in texts]
+        texts = [torch.cat([text, token]) for text, token in zip(texts, following, strict=True)]
+    corpus = FakeCorpus([text.numpy() if own else text.flip(0).numpy() for text in texts])
+    check = StateCheck(TAPS, 16.0, target.head)
+    for pack in all_packs(*maker_of(corpus, target, 96, "target.final_hidden=true")):
+        check.judge(check.start(pack))
+    assert check.agreement is not None
+    assert check.agreement == 1.0 if own else check.agreement < 0.5
 
 
 @pytest.mark.parametrize("layout", ["rows", "packed"])
