@@ -156,13 +156,13 @@ def test_h09_a_tap_that_is_not_the_layers_output_is_refused() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_answers_that_the_target_wrote_agree_with_it(own: bool) -> None:
     model = make_family("qwen3")
-    target = Target(model, TAPS)
-    target.use_packed()
     texts = [torch.tensor([start]) for start in (5, 50, 100)]
     for _ in range(12):
         with torch.inference_mode():
             following = [model(input_ids=text[None]).logits[0, -1].argmax()[None] for text in texts]
         texts = [torch.cat([text, token]) for text, token in zip(texts, following, strict=True)]
+    target = Target(model, TAPS)
+    target.use_packed()
     corpus = FakeCorpus([text.numpy() if own else text.flip(0).numpy() for text in texts])
     check = StateCheck(TAPS, 16.0, target.head)
     for pack in all_packs(*maker_of(corpus, target, 96, "target.final_hidden=true")):
