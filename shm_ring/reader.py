@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shm_ring.board import Board
 
 Pick = Literal["oldest", "random"]
+NEVER = -2  # no seq follows it
 _END_OF_DATA = object()
 
 
@@ -71,6 +72,7 @@ class Reader:
         self._starved_ns = 0
         self._turn = 0
         self._held: set[tuple[int, int]] = set()
+        self._last_seqs = [NEVER] * len(self._segments)
         self._locks: list[liveness.RoleLock] = []
         self._by_name = {s.name: k for k, s in enumerate(self._segments)}
         try:
@@ -175,6 +177,7 @@ class Reader:
             slot = self._claim(self._segments[ring], seq, index)
             if slot is not None:
                 self._turn = ring + 1
+                self._last_seqs[ring] = seq if self.pick == "oldest" else NEVER
                 return slot
 
     @staticmethod
@@ -198,14 +201,21 @@ class Reader:
         """Return (ring, seq, slot index) of the slot to claim."""
         if self.pick == "random":
             return self._too_old(ready) or self._draw(ready)
-        num = len(ready)
-        ring = max(range(num), key=lambda k: (len(ready[k]) / self._segments[k].num_slots, -((k - self._turn) % num)))
+        num, ring = len(ready), 0
+        if num > 1:
+            ring = max(
+                range(num), key=lambda k: (len(ready[k]) / self._segments[k].num_slots, -((k - self._turn) % num))
+            )
         seq, index = min(ready[ring])
-        seq, index = self._oldest(self._segments[ring], seq, index)
+        if seq != self._last_seqs[ring] + 1:
+            seq, index = self._oldest(self._segments[ring], seq, index)
         return ring, seq, index
 
     def _oldest(self, segment: Segment, seq: int, index: int) -> tuple[int, int]:
         """Return (seq, index) such that no older slot of the ring is READY, given one that was.
+
+        Not needed for the seq right after the one this reader took last as the oldest: what was older was not READY
+        then, and does not become so (slots of a retired consumer excepted).
 
         A scan is not one moment: it may pass a slot just before seq 8 is published there and meet seq 9 further on.
         But publication is in seq order: a scan begun after `seq` was seen READY meets every slot READY up to `seq`.

@@ -238,5 +238,5 @@ class Writer:
 def _check_fits(seq: int, pack_id: int, counts: tuple[int, ...], cursor: bytes) -> None:
     if len(cursor) > layout.MAX_CURSOR_BYTES:
         raise RingOversize(f"a cursor of {len(cursor)} bytes does not fit the {layout.MAX_CURSOR_BYTES} of its cell")
-    if seq > layout.MAX_SEQ or not 0 <= pack_id < 1 << 64 or not all(0 <= n < 1 << 32 for n in counts):
+    if seq > layout.MAX_SEQ or not 0 <= pack_id < 1 << 64 or min(counts) < 0 or max(counts) >= 1 << 32:
         raise RingOversize(f"seq {seq}, pack_id {pack_id} or a count of the pack does not fit its header field")
