@@ -325,7 +325,7 @@ class Benchmark:
 
     def _pair(self, run: Run, seconds: float, alone: bool = True) -> dict[str, Any]:
         run.wait_for("at.gate.target", "at.gate.alone")
-        result = self.results.setdefault(run.name, {})
+        result: dict[str, Any] = self.results.setdefault(run.name, {})
         if alone:
             self._note(run.name, measure_target_alone(run, self.times))
             self._note(run.name, measure_drafter_alone(run))
