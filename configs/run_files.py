@@ -21,6 +21,10 @@ RANDOM_WEIGHTS = "random weights"
 """plan.json's target_origin where target.random_weights is set."""
 
 
+HELDOUT_PACK = "heldout.safetensors"
+"""Held-out documents with their features: written by the first target, read by the first drafter."""
+
+
 class Trained(NamedTuple):
     """Packs in the weights when a generation began."""
 

@@ -320,6 +320,9 @@ class EvaluationConfig(Section):
     """Tokens decoded for each held-out prompt."""
     batch_size: Int = Field(16, ge=1)
     """Prompts decoded together."""
+    every_steps: Int | None = Field(None, ge=1)
+    """Steps between two measurements of held-out accepted length while training (a multiple of
+    training.log_every_steps), made by the drafter from features read once. Needs data.heldout_documents. None: none."""
 
 
 class SupervisorConfig(Section):
@@ -378,6 +381,13 @@ class Config(Section):
                 "target.random_weights: there is nothing to evaluate and nothing to start from; set "
                 "evaluation.enabled: false and drafter.init: random"
             )
+        every, logged = self.evaluation.every_steps, self.training.log_every_steps
+        if every is not None and every % logged:
+            raise ValueError(
+                f"evaluation.every_steps: expected a multiple of training.log_every_steps ({logged}), got {every}"
+            )
+        if every is not None and not self.data.heldout_documents:
+            raise ValueError("evaluation.every_steps: needs data.heldout_documents, got 0; hold some documents out")
         if self.ring.min_ready > self.ring.num_slots:
             raise ValueError(
                 f"ring.min_ready: expected at most ring.num_slots ({self.ring.num_slots}), got {self.ring.min_ready}"

@@ -29,6 +29,7 @@ from configs.targets import targets_of
 from consumer.capture import prepare
 from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from consumer.distributed import Ranks, Turn
+from consumer.heldout import HeldoutWatch
 from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
@@ -161,6 +162,7 @@ class Trainer:
         self._total_steps = self._plan_steps(len(trained))
         self.step.total_steps.fill_(self._total_steps)
         self.step.reduction = ranks.reduction_of(self.step)
+        self._watch = HeldoutWatch(run_dir, drafter, self.step.head)
         self._open_packs: list[int] = []
         self._micro_done = 0
         self._clock_s = self._seconds_before
@@ -261,11 +263,19 @@ class Trainer:
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self.log_every_steps == 0:
-                meter.write(self.step, len(self.journal.trained))
+                meter.write(self.step, len(self.journal.trained), **self._heldout())
         if not self.in_a_step:
             self.journal.finish(*self._open_packs)
             self._open_packs = []
         self._aim_at_the_time_limit()
+
+    def _heldout(self) -> dict[str, float]:
+        """Held-out accepted length, where it is due now (rank 0 measures); nothing else."""
+        every = self._config.evaluation.every_steps
+        if every is None or self.step.step % every or self._ranks.rank:
+            return {}
+        length = self._watch.measure()
+        return {} if length is None else {"heldout_accept_len": round(length, 4)}
 
     def _aim_at_the_time_limit(self) -> None:
         """Let the learning rate reach its end when `training.max_seconds` does, at the pace so far."""

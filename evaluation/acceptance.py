@@ -1,15 +1,19 @@
 """Accepted lengths as numbers: mean, by position, histogram; and walking blocks over a known text.
 
 Greedy decoding writes the target's own text whatever is drafted, so on a text that the target wrote, what the loop
-would accept at each round follows from the drafts at every position: `walk` steps over it as the loop does, many
-prompts in one drafter pass. A test holds the two to each other.
+would accept at each round follows from the drafts at every position: `walk` (consumer/heldout.py) steps over it as the
+loop does, many prompts in one drafter pass. A test holds the two to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from consumer.heldout import walk
+
+__all__ = ["Acceptance", "leading_run", "walk"]
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,6 @@ class Acceptance:
             "accepted_by_position": [round(share, 4) for share in self.by_position],
             "histogram": self.histogram,
         }
-
-
-def walk(run_at: Callable[[int], int], length: int) -> list[int]:
-    """Accepted length of each round over a text of `length` new tokens, of which the first comes with the prompt.
-
-    run_at(i): how many of the tokens after new token i are drafted right. The last round ends with the text.
-    """
-    rounds, at = [], 0
-    while at + 1 < length:
-        kept = min(run_at(at) + 1, length - 1 - at)
-        rounds.append(kept)
-        at += kept
-    return rounds
 
 
 def leading_run(drafted: Sequence[int], continuation: Sequence[int]) -> int:

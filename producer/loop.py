@@ -20,6 +20,7 @@ from ops.control import Control
 from ops.telemetry import Log, Metrics
 from producer.corpus.documents import Documents
 from producer.corpus.schedule import schedule_of
+from producer.heldout import write_heldout
 from producer.meter import Meter
 from producer.rows import PackMaker
 from producer.setup import Load, make_target
@@ -47,6 +48,7 @@ def run(
     ring = Ring.open(ring_name(config.run.name, rank), spec=SlotSpec.from_json(plan["slot_spec"]))
     board = Board.open(config.run.name)
     target = make_target(description, config, device, log, load)
+    write_heldout(run_dir, config, target, rank, log)
     maker = PackMaker(corpus, schedule, target, config)
     check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)
     todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)

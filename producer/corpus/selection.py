@@ -100,11 +100,14 @@ def _add_sources(report: DataReport, documents: Documents, config: DataConfig) -
 
 
 def _write_heldout(folder: Path, corpus: Corpus, rows: NDArray[np.int64], tokenizer: Any) -> None:
-    """Write the prompt (everything before the first supervised token) of each held-out row's first document."""
+    """Write prompt (everything before the first supervised token) and answer of each held-out row's first document."""
     first_document = corpus.rows()
     with (folder / HELDOUT_FILE).open("w", encoding="utf-8") as file:
         for row in rows.tolist():
             place = corpus.place(int(first_document[row]))
             first = int(np.argmax(corpus.mask[place]))
             prompt = corpus.ids[place][: max(first, 1)].tolist()
-            file.write(json.dumps({"prompt_ids": prompt, "text": tokenizer.decode(prompt)}) + "\n")
+            run = int(np.argmin(np.append(corpus.mask[place][first:], 0)))  # the answer: supervised without a gap
+            answer = corpus.ids[place][first : first + run].tolist() if first else []
+            row = {"prompt_ids": prompt, "answer_ids": answer, "text": tokenizer.decode(prompt)}
+            file.write(json.dumps(row) + "\n")
