@@ -74,6 +74,11 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     }
     check_resume(run_dir, identity)
     schedule = schedule_of(documents, digest, config)
+    if not schedule.num_packs:
+        raise DataError(
+            f"data.sources: the weights leave none of {len(documents)} documents in {config.training.epochs} epochs; "
+            "raise a weight or training.epochs"
+        )
     _report(log, report, schedule.num_packs, schedule.fill())
     plan = {
         "target": target.as_dict(),

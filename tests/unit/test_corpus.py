@@ -284,6 +284,14 @@ def test_a_mixture_takes_each_source_by_its_weight_and_reports_the_shares(prepar
     assert all(schedule.documents(pack) == other.documents(pack) for pack in range(schedule.num_packs))
 
 
+def test_weights_that_leave_nothing_are_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [chat("q", "a"), chat("q", "b")])
+    raw = {"target": {"model": str(save_target(tmp_path / "target")), "num_taps": 3}, "pack": {"tokens": 64}}
+    config = config_from(raw | {"data": {"sources": [{"path": path, "weight": 0.25}]}})
+    with pytest.raises(DataError, match="weights leave none of 2 documents in 1 epochs"):
+        prepare(tmp_path / "runs" / "w", config, Log("prepare", 0), on_gpu=False)
+
+
 def test_other_weights_are_other_data_but_need_no_new_tokens(prepared: Prepared, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [chat("q", "a"), chat("q", "b")])
     prepared.prepare([{"path": path}])
