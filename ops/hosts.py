@@ -427,8 +427,8 @@ def config_digest(config: Config) -> str:
 
 def plan_digest(plan: dict[str, Any]) -> str:
     """Digest of what preparation found, less where this host keeps it."""
-    target = {key: value for key, value in plan["target"].items() if key != "path"}
-    plain = [target, plan["slot_spec"], plan["data_digest"], plan["num_packs"], plan["draft_vocab"]]
+    target = {key: value for key, value in plan.get("target", {}).items() if key != "path"}
+    plain = [target, *(plan.get(key) for key in ("slot_spec", "data_digest", "num_packs", "draft_vocab"))]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -206,6 +206,12 @@ class Launch:
             fleet = self.hosts.fleet
             self.places = self.places.starting_at(fleet.first_target, fleet.first_drafter)
 
+    def _asked(self) -> bool:
+        """Whether the end was asked for, here or on another host; raises ChildFailed if another host has failed."""
+        if self.hosts.check():
+            self.interrupts.stop_once()
+        return self.interrupts.asked
+
     def _leave_if_asked(self) -> None:
         if self.interrupts.asked:
             raise Interrupted
@@ -213,7 +219,7 @@ class Launch:
     def _stage(self, name: str, command: list[str], role: str) -> None:
         cores = str(len(os.sched_getaffinity(0)))
         environment = self.places.of(role)[0].environment | {"OMP_NUM_THREADS": cores}
-        run_stage(name, command, self.run_dir, environment, self.out, lambda: self.interrupts.asked)
+        run_stage(name, command, self.run_dir, environment, self.out, self._asked)
 
     def _stage_evaluation(self) -> None:
         if self.config.evaluation.enabled and self.hosts.is_first:
