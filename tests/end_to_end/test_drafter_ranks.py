@@ -58,7 +58,7 @@ def test_the_death_of_one_rank_restarts_the_drafters_alone_and_all_stop_at_the_s
 
 
 def test_a_run_goes_on_with_other_numbers_of_targets_and_drafters(tiny: Tiny) -> None:
-    process = tiny.launch(*QUIET, *TWO_BY_TWO, "--set", "training.epochs=2")
+    process = tiny.launch(*QUIET, *TWO_BY_TWO)
     tiny.wait_for(lambda: steps_reached(tiny, 15))
     command = [sys.executable, "launch.py", "restart", "drafter", str(tiny.dir)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=LIMIT_S)
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_other_numbers_of_targets_and_drafters(tiny: Tiny) ->
     code, out = tiny.end()
     assert code == 130, out
     devices = ("--set", "target.devices=[cpu, cpu, cpu]", "--set", "training.devices=[cpu]")
-    tiny.launch(*QUIET, *devices, "--set", "training.epochs=2")
+    tiny.launch(*QUIET, *devices)
     code, out = tiny.end()
     assert code == 0, out
     begun = [
