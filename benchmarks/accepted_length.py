@@ -78,7 +78,7 @@ class Run:
 
 def make_prompts(run: Run) -> None:
     """Prompts to train on and to measure with, from the packages installed here; the two files may be carried over."""
-    sizes = (6, 4, 4) if run.quick else (5600, 1700, 800)
+    sizes = (6, 4, 4) if run.quick else (9000, 3500, 1100)
     kinds = data.training_prompts(*sizes)
     (run.work / "prompts.json").write_text(json.dumps(kinds))
     (run.work / "eval_prompts.json").write_text(json.dumps(data.evaluation_prompts(3 if run.quick else None)))
@@ -86,14 +86,7 @@ def make_prompts(run: Run) -> None:
 
 
 def make_data(run: Run) -> None:
-    """The target's answers, and the texts to measure with."""
-    kinds = json.loads((run.work / "prompts.json").read_text())
-    prompts = [prompt for kind in kinds.values() for prompt in kind]
-    tokens, workers, batch = (24, 1, 8) if run.quick else (160, 5, 800)
-    answered = data.answer_all(
-        run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens, run.answer_seconds
-    )
-    run.record("data", answered=answered)
+    """The texts to measure with, then the target's answers to train on."""
     reader = measuring.Reader(str(run.target), LAYER_IDS, run.device, run.dtype)
     texts = {}
     for name, rows in json.loads((run.work / "eval_prompts.json").read_text()).items():
@@ -102,6 +95,14 @@ def make_data(run: Run) -> None:
         texts[name] = [{"prompt": p, "answer": a} for p, a in zip(ids, answers, strict=True) if len(a) > 1]
     (run.work / "eval_texts.json").write_text(json.dumps(texts))
     run.record("data", eval_tokens={name: sum(len(row["answer"]) for row in rows) for name, rows in texts.items()})
+    del reader
+    kinds = json.loads((run.work / "prompts.json").read_text())
+    prompts = [prompt for kind in kinds.values() for prompt in kind]
+    tokens, workers, batch = (24, 1, 8) if run.quick else (160, 2, 800)
+    answered = data.answer_all(
+        run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens, run.answer_seconds
+    )
+    run.record("data", answered=answered)
 
 
 def sweep(run: Run) -> None:

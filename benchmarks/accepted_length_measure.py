@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.greedy_writer import write_greedy
 from consumer.anchors import Anchors
 from consumer.attention import dense_attention
 from consumer.drafter import Drafter
@@ -52,15 +53,9 @@ class Reader:
         final = output.last_hidden_state
         return [(taps[row, : len(given)].clone(), final[row, : len(given)].clone()) for row, given in enumerate(rows)]
 
-    @torch.inference_mode()
     def write(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """The greedy answers, as ids, all in one batch; end of turn included."""
-        longest, end = max(map(len, prompts)), self.tokenizer.eos_token_id
-        ids = torch.tensor([[end] * (longest - len(row)) + row for row in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=self.device)
-        out = self.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
-        answers = out[:, longest:].tolist()
-        return [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
+        return write_greedy(self.model, prompts, max_new_tokens, self.tokenizer.eos_token_id)
 
 
 class Drafts(NamedTuple):
