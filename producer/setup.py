@@ -40,7 +40,8 @@ def make_target(
     why = _choose_layout(target, config, check)
     if not config.target.final_hidden:
         target.cut()
-    compiled = _compile(target, config, check, log) if config.target.compile and device.type == "cuda" else False
+    may_compile = config.target.compile and device.type == "cuda" and not target.is_spread
+    compiled = _compile(target, config, check, log) if may_compile else False
     log(
         "model loaded",
         model=description.name,

@@ -46,6 +46,11 @@ class Target:
         return weight.device
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the layers are on several devices; what moves states between them does not compile."""
+        return len({parameter.device for parameter in self.layers.parameters()}) > 1
+
+    @property
     def hidden(self) -> int:
         """H."""
         return int(self.trunk.config.hidden_size)
