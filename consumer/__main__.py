@@ -26,7 +26,11 @@ def main() -> int:
     rank = arguments.rank if arguments.rank is not None else _number("RANK")
     log = Log("drafter", rank)
     with Control.start(arguments.run_dir, "drafter", rank) as control:  # before anything slow is imported
-        return _run(arguments.run_dir, rank, control, log)
+        code = _run(arguments.run_dir, rank, control, log)
+    if _number("WORLD_SIZE") > 1 and _device().startswith("cuda"):
+        sys.stdout.flush()
+        os._exit(code)  # NCCL's orderly end waits for every graph that holds one of its collectives
+    return code
 
 
 def _number(variable: str) -> int:

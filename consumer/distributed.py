@@ -184,8 +184,8 @@ class Ranks:
         self.largest(0)
 
     def close(self) -> None:
-        """Leave the group."""
-        if self.world > 1 and dist.is_initialized():
+        """Leave the group, on CPUs; with NCCL the process has to end instead, since graphs hold its collectives."""
+        if self.world > 1 and self.device_group is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def __enter__(self) -> Ranks:

@@ -247,7 +247,8 @@ class Launch:
         if supervisor.failure is not None:
             raise supervisor.failure
         if not supervisor.finished:
-            self.out.say(f"interrupted at step {self._step()}; what was saved is in {self.run_dir / 'checkpoints'}")
+            where = self.run_dir / "checkpoints" if self.hosts.is_first else "node 0's checkpoints"
+            self.out.say(f"interrupted at step {self._step()}; what was saved is in {where}")
             raise Interrupted
 
     def _supervise(self, supervisor: Supervisor) -> None:

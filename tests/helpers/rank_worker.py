@@ -1,6 +1,6 @@
 """One of two drafter ranks on the CPU: goes through everything that ranks do together and writes down what came out.
 
-`python -m tests.helpers.rank_worker OUT` with torchrun's variables; tests/unit/test_drafter_ranks.py reads OUT.RANK.pt.
+`python -m tests.helpers.rank_worker OUT` with torchrun's variables; tests/unit/test_ranks.py reads OUT.RANK.pt.
 """
 
 from __future__ import annotations
