@@ -26,7 +26,8 @@ from consumer.step import TrainStep
 from evaluation.decode import decode
 from evaluation.proposers import DrafterProposer
 from evaluation.verifier import Verifier
-from producer.corpus.chat import tokenize_chat
+from producer.corpus.chat import ChatTokenizer
+from producer.corpus.conversation import Conversation
 from producer.target import TargetDescription, describe_target
 from producer.target_source import find_target
 from producer.trunk import Target, load_model
@@ -54,7 +55,8 @@ def shortest_prompts(description: TargetDescription) -> list[list[int]]:
     """Prompts of the demo corpus as token ids, the first ones in the file."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(description.path)
     lines = (REPOSITORY / "data" / "demo_chat.jsonl").read_text().splitlines()[:NUM_DOCUMENTS]
-    documents = [tokenize_chat(tokenizer, json.loads(line)["messages"], {}) for line in lines]
+    chats = ChatTokenizer(tokenizer, {})
+    documents = [chats.tokenize(Conversation(json.loads(line)["messages"])) for line in lines]
     return [document.ids[: int(np.argmax(document.loss_mask))].tolist() for document in documents]
 
 
