@@ -112,7 +112,8 @@ def sweep(run: Run) -> None:
         subprocess.run(command, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}, check=False)
         return
     reader, sets = run.read_texts()
-    bench = sweeping.Bench(reader, run.target, run.work / "train.jsonl", run.device, run.dtype, LAYER_IDS, run.quick)
+    sizes = sweeping.TINY if run.quick else sweeping.Sizes()
+    bench = sweeping.Bench(reader, run.target, run.work / "train.jsonl", run.device, run.dtype, LAYER_IDS, sizes)
     run.record("sweep", packs=len(bench.packs), tokens=bench.num_tokens)
     for size in (8, 16):
         lines = {name: measuring.bigram_rounds(bench.successor, texts, size).mean for name, texts in sets.items()}

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,18 @@ def trials(quick: bool) -> list[Trial]:
     return found[:3] if quick else found
 
 
+class Sizes(NamedTuple):
+    """Tokens of a pack, packs, steps of a trial, and settings that differ from BASE by section."""
+
+    tokens: int = 2048
+    packs: int = 400
+    steps: int = 400
+    settings: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - never changed
+
+
+TINY = Sizes(256, 4, 4, {"drafter": {"num_layers": 1}, "anchors": {"num": 8}})
+
+
 class Bench:
     """Packs in memory, and what is needed to train on them."""
 
@@ -78,16 +90,14 @@ class Bench:
         device: torch.device,
         dtype: torch.dtype,
         layer_ids: tuple[int, ...],
-        quick: bool,
+        sizes: Sizes,
     ) -> None:
-        """Read the corpus with the target: bf16 features of all packs stay on the device."""
-        self.target, self.device, self.dtype, self.quick, self.layer_ids = target, device, dtype, quick, layer_ids
-        self.tokens, self.num_steps = (256, 4) if quick else (2048, 400)
-        most_packs = 4 if quick else 400
+        """Read the corpus with the target: the features of all packs stay on the device."""
+        self.target, self.device, self.dtype, self.sizes, self.layer_ids = target, device, dtype, sizes, layer_ids
         self.head = load_frozen_head(target, True, torch.float32, device)
-        documents = _documents(reader, corpus, self.tokens)
+        documents = _documents(reader, corpus, sizes.tokens)
         self.successor = _successors(documents)
-        self.packs = _packs(reader, documents, self.tokens, device, most_packs)
+        self.packs = _packs(reader, documents, sizes.tokens, device, sizes.packs)
         self.num_tokens = sum(int((pack.doc_start >= 0).sum()) for pack in self.packs)
         described = json.loads((target / "config.json").read_text())
         self._described = {
@@ -101,25 +111,26 @@ class Bench:
     def run(self, trial: Trial, sets: dict[str, list[Text]], deadline: float) -> dict[str, Any]:
         """Train one drafter and measure it."""
         began = time.monotonic()
-        settings = {name: section | trial.change.get(name, {}) for name, section in BASE.items()}
-        if self.quick:
-            settings["drafter"]["num_layers"], settings["anchors"]["num"] = 1, 8
+        own = self.sizes.settings
+        settings = {name: part | own.get(name, {}) | trial.change.get(name, {}) for name, part in BASE.items()}
         config = Config.model_validate(settings)
         shape = drafter_shape(config.drafter, self._described, None)
         packs = self.packs[: max(1, int(trial.share * len(self.packs)))]
-        steps = int(self.num_steps * trial.steps_factor)
+        steps = int(self.sizes.steps * trial.steps_factor)
         if trial.theirs:
             drafter, steps = self._theirs(config, shape, packs, steps, deadline)
         else:
             drafter = self._ours(config, shape, packs, steps)
         trained_s = time.monotonic() - began
         found = measure(drafter.float(), self.head, sets)
+        blind = measure(drafter, self.head, sets, zero_context=True)
         return {
             "trial": trial.name,
             "block_size": shape.block_size,
             "steps": steps,
             "train_s": round(trained_s, 1),
             "accept_len": {name: methods["dflash"]["accept_len"] for name, methods in found.items()},
+            "zero_context": {name: methods["dflash"]["accept_len"] for name, methods in blind.items()},
         }
 
     def _initial(self, config: Config, shape: DrafterShape) -> Drafter:

@@ -67,6 +67,10 @@ def _build(folder: Path, packages: tuple[str, ...], parents: list[str]) -> None:
 def run_client(packages: tuple[str, ...], script: str, *words: str) -> None:
     """Run a script of tests/clients with the client's interpreter; its output is shown if it fails."""
     command = [str(client_python(packages)), str(Path(__file__).with_name(script)), *words]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # small models: more threads only wait for each other
     ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]

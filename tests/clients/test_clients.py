@@ -32,93 +32,108 @@ from tests.helpers.tiny_target import save_target
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-NEW_TOKENS = 28
+NEW_TOKENS = 20
 pytestmark = pytest.mark.clients
 
 
-def compared_with_zlab(
-    export: Path, target: Path, prompts: list[list[int]], tmp_path: Path, limit: int
-) -> list[list[int]]:
-    """Decode with both; the same tokens, which are the target's own, and the same rounds. Returns ours."""
-    subject = load_subject(export, str(target), CPU)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "full": {"layout": "full"},
+    "mixed": {"layout": "mixed"},
+    "sliding": {"layout": "sliding"},
+    "both ways": {"layout": "sliding", "sliding_causal": False},
+}
+
+
+def job_of(export: Path, target: Path, prompts: list[list[int]], limit: int) -> dict[str, Any]:
+    ends = load_subject(export, str(target), CPU).description.eos_token_ids
+    return {
+        "export": str(export),
+        "target": str(target),
+        "prompts": prompts,
+        "max_new_tokens": limit,
+        "stops": list(ends),
+        "out": str(export / "found.json"),
+    }
+
+
+def decoded_by_zlab(jobs: list[dict[str, Any]], folder: Path) -> None:
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run_client(DFLASH, "zlab_decode.py", str(folder / "jobs.json"))
+
+
+def compared(job: dict[str, Any]) -> list[int]:
+    """Decode the same as z-lab did: the same tokens, which are the target's own, and the same rounds, returned."""
+    subject = load_subject(Path(job["export"]), job["target"], CPU)
     session, drafter = TargetSession(subject.description, CPU), DrafterSession(subject.drafter, subject.head)
-    ends = subject.description.eos_token_ids
-    limits = Limits(limit, frozenset(ends))
-    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    words = [str(export), str(target), str(tmp_path / "prompts.json"), str(tmp_path / "found.json"), str(limit)]
-    run_client(DFLASH, "zlab_decode.py", *words, *map(str, ends))
-    rounds = []
-    for prompt, theirs in zip(prompts, json.loads((tmp_path / "found.json").read_text()), strict=True):
+    limits = Limits(job["max_new_tokens"], frozenset(job["stops"]))
+    rounds: list[int] = []
+    for prompt, theirs in zip(job["prompts"], json.loads(Path(job["out"]).read_text()), strict=True):
         ours = decode_dflash(session, drafter, prompt, limits)
         assert ours.tokens == theirs["tokens"] == decode_plain(session, prompt, limits).tokens
         assert ours.accepted == theirs["accepted"]
-        rounds.append(ours.accepted)
+        rounds += ours.accepted
     return rounds
 
 
 def test_zlab_decodes_our_export_as_we_do_on_the_demo_target(tmp_path: Path) -> None:
     demo = load_config(REPOSITORY / "configs" / "demo.yaml", [])
     target = find_target(demo.target.model, None, print).path
-    saved, prompts = save_learned_drafter(
-        tmp_path / "saved", target, REPOSITORY / "data" / "demo_chat.jsonl", NEW_TOKENS
-    )
+    chats = REPOSITORY / "data" / "demo_chat.jsonl"
+    saved, prompts = save_learned_drafter(tmp_path / "saved", target, chats, NEW_TOKENS)
     export, _ = export_checkpoint(saved, "zlab", tmp_path / "export", dtype="float32")
-    rounds = compared_with_zlab(export, target, prompts, tmp_path, NEW_TOKENS - 4)
-    lengths = [length for found in rounds for length in found]
+    job = job_of(export, target, prompts, NEW_TOKENS - 4)
+    decoded_by_zlab([job], tmp_path)
+    lengths = compared(job)
     assert len(set(lengths)) > 1, "every round was alike: the comparison says little"
     assert sum(lengths) / len(lengths) > 1.2
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"layout": "full"},
-        {"layout": "mixed", "sliding_window": 9},
-        {"layout": "sliding", "sliding_window": 9},
-        {"layout": "sliding", "sliding_window": 9, "sliding_causal": False},
-    ],
-    ids=["full", "mixed", "sliding", "both ways"],
-)
-def test_zlab_reads_every_layout_as_we_do(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_zlab_reads_every_layout_as_we_do(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    saved = save_drafter(tmp_path / "saved", target, {"num_layers": 2, "block_size": 6, **layout})
-    export, _ = export_checkpoint(saved, "zlab", tmp_path / "export", dtype="float32")
     prompts = [[5, 6, 7], [40, 3, 41], list(range(60, 90))]  # one longer than the window, one with the mask token
-    compared_with_zlab(export, target, prompts, tmp_path, 60)
+    jobs = []
+    for name, layout in LAYOUTS.items():
+        settings = {"num_layers": 2, "block_size": 6, "sliding_window": 9, **layout}
+        saved = save_drafter(tmp_path / name / "saved", target, settings)
+        export, _ = export_checkpoint(saved, "zlab", tmp_path / name / "export", dtype="float32")
+        jobs.append(job_of(export, target, prompts, 40))
+    decoded_by_zlab(jobs, tmp_path)
+    for job in jobs:
+        compared(job)
 
 
-@pytest.mark.parametrize(
-    ("layout", "vocabulary"),
-    [
-        ({"layout": "full"}, None),
-        ({"layout": "mixed", "sliding_window": 64}, None),
-        ({"layout": "sliding", "sliding_window": 64}, None),
-        ({"layout": "sliding", "sliding_window": 64, "sliding_causal": False}, None),
-        ({"layout": "full"}, [2, 9, 40, 77, 200, 201]),
-    ],
-    ids=["full", "mixed", "sliding", "both ways", "reduced vocabulary"],
-)
-def test_speculators_forward_gives_our_logits(
-    tmp_path: Path, layout: dict[str, Any], vocabulary: list[int] | None
-) -> None:
+def test_speculators_forward_gives_our_logits(tmp_path: Path) -> None:
     """Contexts stay inside the window: at its edge its mask is wider than z-lab's (consumer/export/speculators.py)."""
     target = save_target(tmp_path / "target")
-    saved = save_drafter(tmp_path / "saved", target, {"num_layers": 2, "block_size": 6, **layout}, vocabulary)
-    export, _ = export_checkpoint(saved, "speculators", tmp_path / "export", dtype="float32")
-    drafter = read_export(export).drafter()
-    given = made_up_pack(drafter)
-    num_anchors = int(given["loss_mask"][:-6].sum())
-    save_file(given, tmp_path / "given.safetensors")
-    words = [str(export), str(target), str(tmp_path / "given.safetensors"), str(tmp_path / "found.safetensors")]
-    run_client(SPECULATORS, "speculators_forward.py", *words, str(num_anchors))
-    found = load_file(tmp_path / "found.safetensors")
-    ours = our_logits(drafter, given, target, vocabulary)
-    theirs = found["logits"].view(num_anchors, 6, -1)[:, 1:]
-    assert ours.shape == theirs.shape
-    assert float((ours - theirs).abs().max()) < 1e-4
-    assert float(ours.std()) > 0.1
-    if vocabulary is not None:
-        assert (found["d2t"] + torch.arange(len(vocabulary))).tolist() == vocabulary
+    reduced = [2, 9, 40, 77, 200, 201]
+    cases = [(name, layout, None) for name, layout in LAYOUTS.items()] + [("reduced", LAYOUTS["full"], reduced)]
+    jobs = []
+    for name, layout, vocabulary in cases:
+        settings = {"num_layers": 2, "block_size": 6, "sliding_window": 64, **layout}
+        saved = save_drafter(tmp_path / name / "saved", target, settings, vocabulary)
+        export, _ = export_checkpoint(saved, "speculators", tmp_path / name / "export", dtype="float32")
+        given = made_up_pack(read_export(export).drafter())
+        save_file(given, tmp_path / name / "given.safetensors")
+        jobs.append(
+            {
+                "export": str(export),
+                "target": str(target),
+                "given": str(tmp_path / name / "given.safetensors"),
+                "num_anchors": int(given["loss_mask"][:-6].sum()),
+                "out": str(tmp_path / name / "found.safetensors"),
+            }
+        )
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    run_client(SPECULATORS, "speculators_forward.py", str(tmp_path / "jobs.json"))
+    for (name, _, vocabulary), job in zip(cases, jobs, strict=True):
+        found = load_file(job["out"])
+        ours = our_logits(read_export(Path(job["export"])).drafter(), load_file(job["given"]), target, vocabulary)
+        theirs = found["logits"].view(job["num_anchors"], 6, -1)[:, 1:]
+        assert ours.shape == theirs.shape, name
+        assert float((ours - theirs).abs().max()) < 1e-4, name
+        assert float(ours.std()) > 0.1, name
+        if vocabulary is not None:
+            assert (found["d2t"] + torch.arange(len(vocabulary))).tolist() == vocabulary
 
 
 def made_up_pack(drafter: Drafter) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from evaluation.speculate import Limits, decode_plain
 from evaluation.target_session import TargetSession
 from producer.target import describe_target
 
-NUM_DOCUMENTS, NUM_STEPS, NUM_COMMON_TOKENS = 4, 60, 4096
+NUM_DOCUMENTS, NUM_STEPS, NUM_COMMON_TOKENS = 3, 40, 4096
 
 
 def save_learned_drafter(folder: Path, target: Path, chats: Path, new_tokens: int) -> tuple[Path, list[list[int]]]:
