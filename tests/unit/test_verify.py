@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import launch
 from consumer.export.source import export_checkpoint
 from evaluation.parity import verify
 from tests.helpers.drafter_checkpoint import save_drafter
-from tests.helpers.tiny_target import save_target
+from tests.helpers.tiny_target import make_tokenizer, save_target
 
 DRAFTER = {"num_layers": 3, "block_size": 5, "layout": "mixed", "sliding_window": 24}
 
@@ -91,6 +92,19 @@ def test_another_target_is_told_apart(
     shown = capsys.readouterr().out
     assert "WRONG target num_layers: the drafter was trained with 6, this target has 7" in shown
     assert "WRONG target hidden" in shown
+
+
+def test_another_vocabulary_is_listed_and_no_logits_are_compared(
+    exports: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path / "wider")
+    make_tokenizer().save_pretrained(tmp_path / "wider")
+    findings = verify(exports["zlab"], str(tmp_path / "wider"))
+    wrong = [finding.line for finding in findings if not finding.good]
+    assert "WRONG target vocab_size: the drafter was trained with 264, this target has 300" in wrong
+    assert not any("probe" in finding.text for finding in findings)
 
 
 def test_a_folder_without_identity_and_probe_is_checked_as_far_as_it_goes(
