@@ -26,6 +26,7 @@ from consumer.export.probe import ProbeInput, probe_input
 from consumer.frozen_head import load_frozen_head
 from evaluation.drafter_session import DrafterSession
 from evaluation.subject import describe
+from producer.target import TargetDescription
 from producer.target_source import find_target
 
 TOLERANCE = 1e-3
@@ -132,10 +133,11 @@ def verify(folder: Path, target: str) -> list[Finding]:
     """Check the drafter in `folder` against a target. Raises ExportError, HeadError, TargetError, TargetNotFound."""
     exported = read_export(folder)
     place = find_target(target, None, print).path
-    findings = _identity(exported, place, target)
+    description, _ = describe(place, target, exported.facts, torch.device("cpu"), "float32")
+    findings = _identity(exported, place, target, description)
     if any(not finding.good for finding in findings if "vocab_size" in finding.text or "hidden" in finding.text):
         return findings  # no logits can be compared
-    whole = load_frozen_head(place, True, torch.float32, torch.device("cpu"))
+    whole = load_frozen_head(place, description.tie_word_embeddings, torch.float32, torch.device("cpu"))
     vocabulary = exported.facts.draft_vocab
     head = whole if vocabulary is None else whole.reduced(list(vocabulary))
     served = read_as_server(read_json(folder / "config.json"))
@@ -145,9 +147,8 @@ def verify(folder: Path, target: str) -> list[Finding]:
     return [*findings, _against_target(exported, served, weights, place, head)]
 
 
-def _identity(exported: Exported, place: Path, target: str) -> list[Finding]:
+def _identity(exported: Exported, place: Path, target: str, description: TargetDescription) -> list[Finding]:
     facts = exported.facts
-    description, _ = describe(place, target, facts, torch.device("cpu"), "float32")
     found = identify(place, target, None, description.as_dict())
     if facts.identity is None:
         note = Finding(True, "the folder does not say which target it was trained with; only shapes can be compared")
