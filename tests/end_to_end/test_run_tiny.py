@@ -119,3 +119,29 @@ def test_wrong_input_is_one_clear_line_and_an_exit_code(tiny: Tiny, override: st
     assert words in out
     assert "Traceback" not in out
     tiny.assert_nothing_left()
+
+
+def test_t08_a_last_checkpoint_that_cannot_be_written_ends_with_5_and_another_shape_is_refused(tiny: Tiny) -> None:
+    """T-08: training goes on without checkpoints; the last one must be there. Then the run goes on, as it was."""
+    without_evaluation = ("--set", "evaluation.enabled=false")
+    tiny.dir.mkdir(parents=True)
+    in_the_way = tiny.dir / "checkpoints"
+    in_the_way.write_text("a file where a folder is wanted")
+    tiny.launch("--set", "training.max_steps=12", *without_evaluation)
+    code, out = tiny.end()
+    assert code == 5, out
+    log = (tiny.dir / "logs" / "drafter0.log").read_text()
+    assert "the final checkpoint could not be written" in log
+    assert in_the_way.read_text() == "a file where a folder is wanted"
+    assert not (tiny.dir / "final.json").exists()
+    assert any(line["step"] >= 10 for line in tiny.metrics("drafter")), "training stopped at the first failed checkpoint"
+    in_the_way.unlink()
+    tiny.launch("--set", "training.max_steps=5", *without_evaluation)
+    code, out = tiny.end()
+    assert code == 0, out
+    tiny.launch("--set", "training.max_steps=9", "--set", "drafter.num_layers=2", *without_evaluation)
+    code, out = tiny.end()
+    assert code == 2, out
+    assert "num_layers" in out
+    assert (tiny.dir / "checkpoints" / "step-5").is_dir()
+    tiny.assert_nothing_left()
