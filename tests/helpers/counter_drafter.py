@@ -53,7 +53,9 @@ class CounterStep(TrainStep):
         time.sleep(self.rest_s)
 
     def documents(self) -> list[int]:
-        """Numbers of the documents in the pack; raises WrongStates."""
+        """Numbers of the documents in the pack, none of one that carries no weight; raises WrongStates."""
+        if not self.pack.loss_mask.any():  # this rank takes part without a pack (staging.empty_pack)
+            return []
         starts = (self.pack.doc_start == torch.arange(len(self.pack.doc_start))).nonzero().flatten().tolist()
         numbers = []
         for start in starts:
