@@ -134,7 +134,7 @@ def test_t08_a_last_checkpoint_that_cannot_be_written_ends_with_5_and_another_sh
     assert "the final checkpoint could not be written" in log
     assert in_the_way.read_text() == "a file where a folder is wanted"
     assert not (tiny.dir / "final.json").exists()
-    assert any(line["step"] >= 10 for line in tiny.metrics("drafter")), "training stopped at the first failed checkpoint"
+    assert any(line["step"] >= 10 for line in tiny.metrics("drafter")), "training stopped"
     in_the_way.unlink()
     tiny.launch("--set", "training.max_steps=5", *without_evaluation)
     code, out = tiny.end()
