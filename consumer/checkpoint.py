@@ -138,7 +138,7 @@ def newest_checkpoint(folder: Path, say: Say) -> Checkpoint | None:
     for path in sorted(folder.glob("step-*"), key=_step_of, reverse=True):
         reason = _fault(path)
         if reason is None:
-            return read_checkpoint(path)
+            return _read(path)
         say(f"checkpoint {path} rejected: {reason}")
     return None
 
@@ -148,6 +148,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     reason = _fault(path)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path}: {reason}")
+    return _read(path)
+
+
+def _read(path: Path) -> Checkpoint:
+    """Read the description of a folder that has been found complete: its files are hashed once, not again."""
     meta = json.loads((path / "checkpoint.json").read_text())
     return Checkpoint(path, int(meta["step"]), from_ranges(meta["trained"]), meta)
 
