@@ -5,7 +5,8 @@
 prompts    thousands of prompts from installed packages (accepted_length_data.py)
 data       the target answers them; its texts to measure with
 sweep      one setting changed at a time, and speculators' own model and loss, all on the same packs for the same steps
-train      the real thing through launch.py, both processes on one GPU: block size 8 and 16, at the same time
+train      the real thing through launch.py, both processes on one GPU: block size 8 and 16 at the same time, on a GPU
+           each where --more-devices names another
 evaluate   export, accepted length on HumanEval, GSM-symbolic and chat, plain block and DDTree, beside a bigram table
            and the drafter without context; then `launch.py eval` decodes some prompts of each set for real
 
@@ -45,6 +46,7 @@ class Run:
         self.words += ["--device", options.device, "--sweep-seconds", str(options.sweep_seconds)]
         self.words += ["--quick"] if options.quick else []
         self.quick, self.device = options.quick, torch.device(options.device)
+        self.devices = [options.device, *options.more_devices]
         self.seconds, self.sweep_seconds = options.train_seconds, options.sweep_seconds
         self.answer_seconds: float = options.answer_seconds
         self.settings: list[str] = options.set
@@ -98,10 +100,9 @@ def make_data(run: Run) -> None:
     del reader
     kinds = json.loads((run.work / "prompts.json").read_text())
     prompts = [prompt for kind in kinds.values() for prompt in kind]
-    tokens, workers, batch = (24, 1, 8) if run.quick else (160, 2, 800)
-    answered = data.answer_all(
-        run.target, prompts, run.work / "train.jsonl", str(run.device), workers, batch, tokens, run.answer_seconds
-    )
+    tokens, batch = (24, 8) if run.quick else (160, 800)
+    corpus = run.work / "train.jsonl"
+    answered = data.answer_all(run.target, prompts, corpus, run.devices, batch, tokens, run.answer_seconds)
     run.record("data", answered=answered)
 
 
@@ -129,15 +130,18 @@ def sweep(run: Run) -> None:
 def train(run: Run) -> None:
     """The real runs, through launch.py, at the same time."""
     started = []
-    for size in run.blocks:
+    for number, size in enumerate(run.blocks):
+        device = run.devices[number % len(run.devices)]
         command = [sys.executable, "launch.py", "configs/smollm2.yaml", "--name", f"b{size}"]
         settings = [f"run.folder={run.work / 'runs'}", f"target.model={run.target}", f"drafter.block_size={size}"]
         settings += [
             f"data.sources=[{{path: {run.work / 'train.jsonl'}, kind: chat}}]",
             f"training.max_seconds={run.seconds}",
+            f"target.devices=['{device}']",
+            f"training.devices=['{device}']",
         ]
         if run.quick:
-            settings += ["target.devices=[cpu]", "training.devices=[cpu]", "pack.tokens=256", "anchors.num=8"]
+            settings += ["pack.tokens=256", "anchors.num=8"]
             settings += ["training.max_steps=4", "training.precision=float32", "drafter.num_layers=1"]
         command += [word for setting in settings + run.settings for word in ("--set", setting)]
         log = (run.out / f"launch_b{size}.log").open("w")
@@ -211,6 +215,9 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument(
+        "--more-devices", nargs="*", default=[], help="answer too; the second run has the next"
+    )
     parser.add_argument("--train-seconds", type=float, default=80.0)
     parser.add_argument("--sweep-seconds", type=float, default=60.0)
     parser.add_argument("--answer-seconds", type=float, default=120.0, help="answers after that are left out")

@@ -3,8 +3,8 @@
 Trained on: Python functions with docstrings of the installed packages and tasks of reasoning-gym's codeio (code), word
 problems of four fifths of GSM-symbolic's templates, and chat turns. Measured with: HumanEval, the other fifth of the
 templates, and 64 chat turns, none of which is trained on; a function named as a HumanEval problem's is left out too.
-Answers are written by the target, greedily, in several processes at once: one of them is bound by launches, not by the
-GPU.
+Answers are written by the target in several processes at once, first the greedy one of every prompt, then sampled ones
+as long as there is time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from evaluation.prompts import CODE_REQUEST, GSM_SEED, gsm_symbolic, humaneval, 
 
 DEMO_CHAT = Path("data/demo_chat.jsonl")
 NUM_EVAL_CHAT = 64
+TEMPERATURE, MOST_SAMPLED = 0.7, 3  # of the answers beside the greedy one, and how many of them a prompt gets
 PACKAGES = (
     "sympy",
     "networkx",
@@ -145,21 +146,21 @@ def codeio_tasks() -> Iterator[str]:
 
 
 def answer_all(
-    model: Path, prompts: list[str], out: Path, device: str, workers: int, batch: int, tokens: int, limit_s: float
-) -> int:
-    """Let the target answer `prompts` in `workers` processes, for `limit_s` at most.
+    model: Path, prompts: list[str], out: Path, devices: list[str], batch: int, tokens: int, limit_s: float
+) -> dict[str, int]:
+    """Let the target answer `prompts`, two processes a device (one on a CPU), for `limit_s` at most.
 
-    Writes conversations to `out` in random order and returns how many.
+    Writes conversations to `out` in random order and returns how many are greedy and how many sampled.
     """
     give_up = time.monotonic() + limit_s
-    shards = [prompts[worker::workers] for worker in range(workers)]
+    places = [device for device in devices for _ in range(1 if device == "cpu" else 2)]
     processes = []
-    for number, shard in enumerate(shards):
+    for number, device in enumerate(places):
         given, answered = out.with_suffix(f".prompts{number}.jsonl"), out.with_suffix(f".answers{number}.jsonl")
-        given.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in shard))
+        given.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[number :: len(places)]))
         command = [sys.executable, "-m", "benchmarks.accepted_length_data", str(model), str(given), str(answered)]
         log = out.with_suffix(f".log{number}").open("w")
-        words = [*command, device, str(batch), str(tokens)]
+        words = [*command, device, str(batch), str(tokens), str(number)]
         processes.append((subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT), answered))
     rows: list[str] = []
     for process, answered in processes:
@@ -169,33 +170,39 @@ def answer_all(
             process.kill()
             process.wait()
         rows += answered.read_text().splitlines() if answered.exists() else []
+    rows = [row for row in rows if row.endswith("}")]  # the last one of a process that was ended may be cut
     random.Random(0).shuffle(rows)
     out.write_text("".join(row + "\n" for row in rows))
-    return len(rows)
+    sampled = sum('"sampled": true' in row for row in rows)
+    return {"greedy": len(rows) - sampled, "sampled": sampled}
 
 
-def answer_worker(model: str, given: Path, out: Path, device: str, batch: int, tokens: int) -> None:
+def answer_worker(model: str, given: Path, out: Path, device: str, batch: int, tokens: int, seed: int) -> None:
     """Answer the prompts of one file, batches of near-equal length, each appended to `out` as it is done."""
     import torch
 
     from benchmarks.accepted_length_measure import Reader
 
+    torch.manual_seed(seed)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     reader = Reader(model, (), torch.device(device), dtype)
     prompts = [str(json.loads(line)["prompt"]) for line in given.read_text().splitlines()]
     rows = sorted(((prompt_ids(reader.tokenizer, prompt), prompt) for prompt in prompts), key=lambda row: len(row[0]))
+    batches = [rows[start : start + batch] for start in range(0, len(rows), batch)]
+    random.Random(seed).shuffle(batches)
     with out.open("w") as file:
-        for start in range(0, len(rows), batch):
-            part = rows[start : start + batch]
-            answers = reader.write([ids for ids, _ in part], tokens)
-            texts = reader.tokenizer.batch_decode(answers, skip_special_tokens=True)
-            for (_, prompt), text in zip(part, texts, strict=True):
-                turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text.strip()}]
-                file.write(json.dumps({"messages": turns}) + "\n" if text.strip() else "")
-            file.flush()
-            print(f"{start + len(part)} of {len(rows)} answered", flush=True)
+        for temperature in (0.0, *[TEMPERATURE] * MOST_SAMPLED):
+            for number, part in enumerate(batches):
+                answers = reader.write([ids for ids, _ in part], tokens, temperature)
+                texts = reader.tokenizer.batch_decode(answers, skip_special_tokens=True)
+                for (_, prompt), text in zip(part, texts, strict=True):
+                    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text.strip()}]
+                    row = {"messages": turns, "sampled": temperature > 0}
+                    file.write(json.dumps(row) + "\n" if text.strip() else "")
+                file.flush()
+                print(f"temperature {temperature}: batch {number + 1} of {len(batches)} answered", flush=True)
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    answer_worker(words[0], Path(words[1]), Path(words[2]), words[3], int(words[4]), int(words[5]))
+    answer_worker(words[0], Path(words[1]), Path(words[2]), words[3], int(words[4]), int(words[5]), int(words[6]))

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.greedy_writer import write_greedy
+from benchmarks.answer_writer import write_answers
 from consumer.anchors import Anchors
 from consumer.attention import dense_attention
 from consumer.drafter import Drafter
@@ -53,9 +53,9 @@ class Reader:
         final = output.last_hidden_state
         return [(taps[row, : len(given)].clone(), final[row, : len(given)].clone()) for row, given in enumerate(rows)]
 
-    def write(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        """The greedy answers, as ids, all in one batch; end of turn included."""
-        return write_greedy(self.model, prompts, max_new_tokens, self.tokenizer.eos_token_id)
+    def write(self, prompts: list[list[int]], max_new_tokens: int, temperature: float = 0.0) -> list[list[int]]:
+        """The answers, as ids, all in one batch; end of turn included. temperature 0: the greedy ones."""
+        return write_answers(self.model, prompts, max_new_tokens, self.tokenizer.eos_token_id, temperature)
 
 
 class Drafts(NamedTuple):

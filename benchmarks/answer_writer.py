@@ -1,4 +1,4 @@
-"""Greedy answers of many prompts at once, one CUDA graph replay a token.
+"""Answers of many prompts at once, greedy or sampled, one CUDA graph replay a token.
 
 transformers' `generate` launches every kernel of every layer from Python: about 100 ms a token on the machine where it
 was measured, whatever the batch (docs/log.md). Here the cache is static and the step is captured, so the GPU sets the
@@ -21,8 +21,13 @@ CHECK_EVERY = 16  # tokens between two looks whether every row has ended
 
 
 @torch.inference_mode()
-def write_greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, end: int) -> list[list[int]]:
-    """Return the model's greedy answers as ids, each up to and including `end`, at most `max_new_tokens` long."""
+def write_answers(
+    model: Any, prompts: list[list[int]], max_new_tokens: int, end: int, temperature: float = 0.0
+) -> list[list[int]]:
+    """Return the model's answers as ids, each up to and including `end`, at most `max_new_tokens` long.
+
+    temperature 0: greedy. Above: sampled, each token by the largest logit after Gumbel noise.
+    """
     device, longest = model.device, max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in prompts], device=device)
     real_RP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device).bool()
@@ -43,7 +48,10 @@ def write_greedy(model: Any, prompts: list[list[int]], max_new_tokens: int, end:
             logits_to_keep=1,
             **{keyword: cache},
         )
-        chosen: Tensor = output.logits[:, -1].argmax(-1)
+        logits = output.logits[:, -1]
+        if temperature > 0:
+            logits = logits.float() / temperature - torch.empty_like(logits, dtype=torch.float32).exponential_().log()
+        chosen: Tensor = logits.argmax(-1)
         return chosen
 
     token_R = forward(ids, position_RP, column_L[:longest])
