@@ -192,7 +192,7 @@ def _decode(run: Run, folder: Path, size: int) -> subprocess.Popen[bytes]:
     rows = json.loads((run.work / "eval_prompts.json").read_text())["humaneval"]
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
     command = [sys.executable, "launch.py", "eval", str(folder), "--target", str(run.target)]
-    command += ["--prompts", str(prompts), "--limit", "1" if run.quick else "4", "--tree", "16", "64"]
+    command += ["--prompts", str(prompts), "--limit", "1" if run.quick else "12", "--tree", "16", "64"]
     command += ["--max-new-tokens", "8" if run.quick else "128", "--device", str(run.device)]
     log = (run.out / f"decode_b{size}.log").open("w")
     return subprocess.Popen([*command, "--out", str(run.out / f"eval_b{size}")], stdout=log, stderr=subprocess.STDOUT)
