@@ -162,7 +162,7 @@ class Bench:
     ) -> tuple[Drafter, int]:
         drafter = self._initial(config, shape)
         return speculators.train(
-            shape, self.layer_ids, self.head.embedding, self.head.head, packs, steps, config.anchors.num,
+            shape, self.layer_ids, self.head.embedding, self.head.head, packs, steps, config.anchors.choices[0],
             config.optimizer.lr, self.device, drafter, print, lambda: time.monotonic() > deadline,
         )  # fmt: skip
 

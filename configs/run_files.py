@@ -2,7 +2,7 @@
 
     plan.json           what preparation found: target, ring schema, documents, packs        (written once by prepare)
     trained.json        generation, and the packs in the weights at its start                (drafter rank 0, at start)
-    journal.RANK.jsonl  one line {"pack_id", "step", "generation"} per trained pack          (drafter, before release)
+    journal.RANK.jsonl  one line {"pack_id", "step", "generation", "anchors"} per trained pack (drafter, before release)
 
 A generation is one life of the drafter side. What is trained in the current weights is: `trained` of the newest
 generation, and the journal's lines of that generation. Lines of older generations that the checkpoint did not keep

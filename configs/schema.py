@@ -20,6 +20,13 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _anchor_number(value: Any) -> Any:
+    """Refuse in one line what is neither a number of anchors nor auto."""
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("expected a whole number from 1 on, or auto")
+    return value
+
+
 Int = Annotated[int, Strict()]
 Bool = Annotated[bool, Strict()]
 Float = Annotated[float, BeforeValidator(_number)]
@@ -222,10 +229,20 @@ class DrafterConfig(Section):
 class AnchorsConfig(Section):
     """Which positions of a pack start a block."""
 
-    num: Int = Field(512, ge=1)
-    """A: anchors drawn per pack and step."""
+    num: Annotated[int | Literal["auto"], BeforeValidator(_anchor_number)] = 512
+    """A: anchors drawn per pack and step. auto: one of `sizes`, more while the drafters wait for packs
+    (consumer/anchor_size.py)."""
+    sizes: tuple[Int, ...] = Field((512, 768, 1024, 1536), min_length=2, max_length=4)
+    """With num: auto, what it chooses from, ascending; a run begins with the first. Each is a CUDA graph of its own."""
+    review_steps: Int = Field(50, ge=1)
+    """With num: auto, steps that a decision is measured over."""
     per_document_min: Int = Field(0, ge=0)
     """Floor per document (as far as it has candidates), so that short documents are not starved."""
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Every number of anchors that a step may have, ascending; one where `num` is a number."""
+        return self.sizes if self.num == "auto" else (self.num,)
 
 
 class LossConfig(Section):
@@ -391,6 +408,13 @@ class Config(Section):
         if self.ring.min_ready > self.ring.num_slots:
             raise ValueError(
                 f"ring.min_ready: expected at most ring.num_slots ({self.ring.num_slots}), got {self.ring.min_ready}"
+            )
+        sizes, most = list(self.anchors.sizes), self.pack.tokens - 1
+        ascending = sorted(set(sizes)) == sizes
+        if self.anchors.num == "auto" and not (ascending and sizes[0] > 0 and sizes[-1] <= most):
+            raise ValueError(
+                f"anchors.sizes: anchors.num: auto needs ascending numbers from 1 to {most} (pack.tokens "
+                f"{self.pack.tokens} hold no more anchors), got {sizes}; set anchors.sizes, or anchors.num to a number"
             )
         if self.drafter.block_size > self.pack.tokens:
             raise ValueError(f"drafter.block_size: expected at most pack.tokens, got {self.drafter.block_size}")

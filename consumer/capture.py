@@ -1,14 +1,16 @@
 """The step on a GPU: compiled parts, the faster attention, everything in one CUDA graph. The only file that captures.
 
-Owns the graph and its memory pool. Inputs are the tensors of the TrainStep, which never move: packs are copied into
-them, checkpoints too. The eager twin is the same `on_device`, run line by line. A capture that fails leaves the eager
-path in place, with one line that says why.
+Owns the graphs and the memory pool that they share: one graph for each number of anchors (`anchors.num: auto`), and one
+more for micro-steps. They never run at the same time and leave nothing in it, so it is as large as the largest of them
+needs, which is captured first; all use the same streams, since memory is reused within a stream only. Inputs are the
+tensors of the TrainStep, which never move: packs are copied into them, checkpoints too. The eager twin is the same
+`on_device`, run line by line. A capture that fails leaves the eager path in place, with one line that says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -18,8 +20,21 @@ from consumer.products import tuned
 from consumer.step import TrainStep
 
 WARM_UP_RUNS = 3
+RECOMPILE_LIMIT = 8  # torch's own, for one number of anchors
 Say = Callable[[str], None]
 Result = TypeVar("Result")
+
+
+class Pool(NamedTuple):
+    """Memory and the stream that graphs are captured with."""
+
+    handle: Any
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def new(cls) -> Pool:
+        """Make an empty one."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
 
 def prepare(
@@ -39,23 +54,46 @@ def prepare(
     """
     step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT * len(step.anchor_sizes))
         step.drafter.pieces = fast_pieces(step.shape.head_dim)
         choice = choose(step, attention, say)
         step.attention, step.attention_note = choice.make, choice.name
         if tune and step.flat.weights.dtype == torch.bfloat16:
-            step.tuned_products = _trial(step, lambda: tuned(step.on_device, say))
+            found = each_size(step, lambda: _trial(step, lambda: tuned(step.on_device, say)))
+            step.tuned_products = max(found.values())
     if not cuda_graph:
         return False
     try:
-        step.execute = captured(step, step.on_device).replay
-        if step.carried is not None:
-            step.execute_micro = captured(step, step.micro_on_device).replay
+        _capture_all(step)
     except Exception as error:  # any failure of the capture, whatever its type, has the same remedy
         torch.cuda.synchronize()
         reason = (str(error) or repr(error)).splitlines()[0]
         say(f"capture of the training step failed, going on without a CUDA graph (slower, same results): {reason}")
         return False
     return True
+
+
+def each_size(step: TrainStep, work: Callable[[], Result]) -> dict[int, Result]:
+    """Do `work` with each number of anchors, the largest first; the step's own is then set again."""
+    own, results = step.num_anchors, {}
+    try:
+        for size in reversed(step.anchor_sizes):
+            step.num_anchors = size
+            results[size] = work()
+    finally:
+        step.num_anchors = own
+    return results
+
+
+def _capture_all(step: TrainStep) -> None:
+    """Capture the step with each number of anchors; from then on it replays the graph of the number that is set."""
+    pool = Pool.new()
+    graphs = each_size(step, lambda: captured(step, step.on_device, pool))
+    if step.carried is not None:
+        micro = each_size(step, lambda: captured(step, step.micro_on_device, pool))
+        step.execute_micro = lambda: micro[step.num_anchors].replay()
+    step.execute = lambda: graphs[step.num_anchors].replay()
 
 
 def fast_pieces(head_dim: int) -> Pieces:
@@ -73,17 +111,19 @@ def fast_pieces(head_dim: int) -> Pieces:
     )
 
 
-def captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(step: TrainStep, work: Callable[[], None], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
     """Capture `work` of `step` and return the graph; trial runs before it compile and leave no trace in the state.
+
+    `pool`: shared with other graphs of this step; None: one of its own.
 
     With several ranks their reduction is part of the graph, and all ranks capture at the same time. Only this thread is
     held to what a capture allows then: NCCL's watchdog goes on looking at its events.
     """
-    return _trial(step, lambda: _captured(step, work))
+    return _trial(step, lambda: _captured(step, work, pool or Pool.new()))
 
 
-def _captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream, step.side_stream = torch.cuda.Stream(), torch.cuda.Stream()
+def _captured(step: TrainStep, work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
+    stream, step.side_stream = pool.stream, step.side_stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_RUNS):
@@ -92,7 +132,7 @@ def _captured(step: TrainStep, work: Callable[[], None]) -> torch.cuda.CUDAGraph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     mode = "global" if step.reduction is None else "thread_local"
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+    with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode=mode):
         work()
     return graph
 

@@ -73,6 +73,7 @@ class Offer(NamedTuple):
     pause: int = 0
     checkpoint: int = 0
     elapsed_ms: int = 0
+    starved_ms: int = 0
 
 
 class Turn(NamedTuple):
@@ -99,6 +100,16 @@ class Turn(NamedTuple):
     def elapsed_s(self) -> float:
         """Seconds of training by rank 0's clock, which all ranks follow."""
         return self.offers[0].elapsed_ms / 1e3
+
+    @property
+    def paused(self) -> bool:
+        """Whether any rank is paused."""
+        return any(offer.pause for offer in self.offers)
+
+    @property
+    def starved_s(self) -> tuple[float, ...]:
+        """Seconds that each rank has been idle for lack of packs, since its process started."""
+        return tuple(offer.starved_ms / 1e3 for offer in self.offers)
 
     @property
     def packs(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class Intake:
             pack_id = self._take()
         return Offer(
             pack_id, int(control.stopping), int(control.paused), int(control.take_checkpoint_request()),
-            int(elapsed_s * 1e3),
+            int(elapsed_s * 1e3), int(self._reader.starved_s * 1e3),
         )  # fmt: skip
 
     def release(self) -> None:

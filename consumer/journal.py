@@ -35,12 +35,13 @@ class Journal:
         """Whether the pack is in the weights, or on its way into them, and must not be trained again."""
         return pack_id in self._begun
 
-    def begin(self, pack_id: int, step: int) -> None:
-        """Append a pack, in one write, before its slot is released; `step` is the step before its first.
+    def begin(self, pack_id: int, step: int, anchors: int = 0) -> None:
+        """Append a pack, in one write, before its slot is released; `step` is the step before its first, `anchors` how
+        many each of its steps draws.
 
         Lines that a full disk refuses are kept and written with the next one.
         """
-        line = json.dumps({"pack_id": pack_id, "step": step, "generation": self.generation})
+        line = json.dumps({"pack_id": pack_id, "step": step, "generation": self.generation, "anchors": anchors})
         self._unwritten += f"{line}\n".encode()
         try:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]

@@ -26,7 +26,8 @@ from configs.resume import conflicts, digest_of
 from configs.run_files import read_plan, read_trained, write_atomically
 from configs.schema import Config
 from configs.targets import targets_of
-from consumer.capture import prepare
+from consumer.anchor_size import AnchorSize
+from consumer.capture import each_size, prepare
 from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from consumer.distributed import Ranks, Turn
 from consumer.heldout import HeldoutWatch
@@ -85,7 +86,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
                 check_pack(slot, tuple(plan["target"]["target_layer_ids"]))
                 staging.start(slot)
                 staging.finish()
-                trainer.journal.begin(pack_id, trainer.step.step)
+                trainer.journal.begin(pack_id, trainer.step.step, trainer.step.num_anchors)
                 meter.trained(slot.header.num_tokens)
                 staging.wait_copied()  # on a GPU the steps before this pack still run
             else:
@@ -151,8 +152,11 @@ class Trainer:
             self._restore(saved)
         ranks.share(self.step.shared_state())
         self.step.adopt()
-        facts = (saved.trained, float(saved.meta.get("train_seconds", 0.0))) if saved else (frozenset(), 0.0)
-        trained, seconds_before = ranks.from_first(facts)
+        meta = saved.meta if saved else {}
+        facts = (saved.trained if saved else frozenset(), meta.get("train_seconds", 0.0), meta.get("anchors"))
+        trained, seconds_before, anchors = ranks.from_first(facts)
+        self._anchor_size = AnchorSize(config.anchors, anchors)
+        self.step.num_anchors = self._anchor_size.size
         self._seconds_before = float(seconds_before)
         before = read_trained(run_dir)
         generation = 1 + ranks.largest(-1 if before is None else before.generation)
@@ -206,7 +210,8 @@ class Trainer:
         """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
         say: Callable[[str], None] = lambda line: log("capture", detail=line)  # noqa: E731
         captured = prepare(self.step, config.training.compile, config.training.cuda_graph, say)
-        wrong = self_check(self.step, SELF_CHECK_TOLERANCE)
+        claims = each_size(self.step, lambda: self_check(self.step, SELF_CHECK_TOLERANCE))
+        wrong = [claim for found in claims.values() for claim in found]
         for claim in wrong:
             log("start-up check failed", claim=claim)
         if wrong:
@@ -241,9 +246,14 @@ class Trainer:
         return (due or self._save_asked) and not self.in_a_step and not self._saver.busy
 
     def hear(self, turn: Turn) -> None:
-        """Follow rank 0's clock and any rank's wish for a checkpoint."""
+        """Follow rank 0's clock, any rank's wish for a checkpoint, and how long all wait for packs (anchor_size.py)."""
         self._clock_s = turn.elapsed_s
         self._save_asked |= turn.checkpoint
+        change = None if self.in_a_step else self._anchor_size.hear(self.step.step, turn)
+        if change is not None:
+            self.step.num_anchors = change.now
+            if self._ranks.rank == 0:
+                self._log("anchors", step=self.step.step, **change._asdict())
 
     def train(self, packs: Sequence[int], mine: int | None, meter: Meter) -> None:
         """Do the steps of the packs that all ranks have at hand, `mine` being this one's; raises Unstable."""
@@ -301,6 +311,7 @@ class Trainer:
             "config_digest": digest_of(config),
             "generation": self.journal.generation,
             "train_seconds": round(self.train_seconds, 3),
+            "anchors": self.step.num_anchors,
             "planned_steps": int(self.step.total_steps),
             "config": config,
         }

@@ -63,7 +63,7 @@ def estimate_of(config: Config, target: Mapping[str, Any], draft_vocab_size: int
         heads_width=heads * head_dim,
         kv_width=kv_heads * head_dim,
         num_taps=num_taps,
-        block_rows=config.anchors.num * drafter.block_size,
+        block_rows=config.anchors.choices[-1] * drafter.block_size,
         pack_tokens=config.pack.tokens,
         embedding_rows=target["vocab_size"],
         head_rows=rows or target["vocab_size"],

@@ -51,6 +51,7 @@ class Meter:
             "starved_pct": round(100 * min(1.0, starved_s / passed_s), 2),
             "occupancy": sum(ring.snapshot().occupancy for ring in self._rings),
             "packs_trained": packs_trained,
+            "anchors": step.num_anchors,
             **more,
         }
         if self._ranks.world > 1:

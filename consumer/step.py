@@ -81,7 +81,9 @@ class TrainStep:
         """Which attention was chosen; for the log."""
         self.tuned_products = 0
         """How many different products run with a measured algorithm (products.py); for the log."""
-        self._anchors, self._config = anchors, optimizer
+        self.anchor_sizes, self.num_anchors = anchors.choices, anchors.choices[0]
+        """A: blocks of a step; may change between steps, to one of the sizes."""
+        self._per_document_min, self._config = anchors.per_document_min, optimizer
         self._schedule = Schedule(optimizer.schedule, optimizer.warmup_share, optimizer.min_lr_share)
         self.control = Control(device)
         self._make_counters(device, total_steps, seed)
@@ -112,11 +114,6 @@ class TrainStep:
         self.muon = Muon(flat, config.weight_decay) if config.name == "muon" else None
         first = flat.num_matrix_elements if self.muon else 0
         self.adamw = AdamW(flat, slice(first, flat.size), rule, flat.num_matrix_elements)
-
-    @property
-    def num_anchors(self) -> int:
-        """A: blocks of a step."""
-        return self._anchors.num
 
     @property
     def lr(self) -> Tensor:
@@ -192,10 +189,10 @@ class TrainStep:
 
     def draw_anchors(self) -> Anchors:
         """Draw the anchors of the step whose number is set: a function of seed, step number and pack."""
-        pack, anchors = self.pack, self._anchors
+        pack, floor = self.pack, self._per_document_min
         keys = random_keys(self.seed, self.number, pack.input_ids.shape[0])
         size = self.shape.block_size
-        return select_anchors(pack.loss_mask, pack.doc_start, anchors.num, size, anchors.per_document_min, keys)
+        return select_anchors(pack.loss_mask, pack.doc_start, self.num_anchors, size, floor, keys)
 
     def forward(self, anchors: Anchors | None = None) -> LossTerms:
         """Compute the loss sums of the current pack, with gradient, for given anchors or for freshly drawn ones."""

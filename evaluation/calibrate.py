@@ -104,8 +104,9 @@ def _drafter_rate(config: Config, target: TargetDescription, plan: dict[str, Any
     dtype = step_dtype(config.training.precision, device)
     drafter = make_drafter(config, plan, device, log)
     pack = allocate_pack(slot_spec(config, target, "0" * 64), device)
+    anchors = config.anchors.model_copy(update={"num": config.anchors.choices[0]})
     step = TrainStep(
-        drafter, make_head(plan, dtype, device), pack, config.anchors, config.loss, config.optimizer, 10**6, 0, dtype
+        drafter, make_head(plan, dtype, device), pack, anchors, config.loss, config.optimizer, 10**6, 0, dtype
     )
     if device.type == "cuda":
         prepare(step, config.training.compile, config.training.cuda_graph, lambda line: log("capture", detail=line))

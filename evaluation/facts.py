@@ -104,9 +104,16 @@ def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
     shape = drafter_shape(config.drafter, target.as_dict(), reduced)
     return [
         f"drafter: {shape.num_parameters / 1e6:.1f} million parameters, {shape.num_layers} layers "
-        f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {config.anchors.num} anchors a "
+        f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {_anchors(config)} anchors a "
         f"pack, {shape.draft_vocab_size or shape.vocab_size} rows of head"
     ]
+
+
+def _anchors(config: Config) -> str:
+    """How many anchors a pack has, or what `anchors.num: auto` chooses among."""
+    *others, largest = map(str, config.anchors.choices)
+    when = f"every {config.anchors.review_steps} steps, by how long the drafters wait"
+    return f"{', '.join(others)} or {largest} (auto: {when}; memory is that of the largest)" if others else largest
 
 
 def _warnings(config: Config, target: TargetDescription) -> list[str]:

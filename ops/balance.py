@@ -79,10 +79,17 @@ def proposal(rates: Rates, config: Config, num_gpus: int) -> list[str]:
         lines.append(f"the configuration asks for: {mine.line}")
     if best.starved_pct > 10:
         slack = 1 / (1 - best.starved_pct / 100)
+        base, *larger = config.anchors.choices
         lines.append(
-            f"the targets limit it: with about {slack:.1f} times anchors.num ({config.anchors.num}) or "
+            f"the targets limit it: with about {slack:.1f} times anchors.num ({base}) or "
             "training.steps_per_pack the drafters would learn more from each pack at the same rate"
         )
+        if larger:
+            choices = config.anchors.choices
+            likely = max(size for size in choices if size <= slack * base)
+            lines.append(f"anchors.num: auto would go to about {likely} of {', '.join(map(str, choices))}")
+        else:
+            lines.append("anchors.num: auto does so by itself, by how long the drafters wait")
     return lines
 
 

@@ -25,7 +25,7 @@ class Steps:
     """Stands for a TrainStep."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step, self.num_anchors = 0, 16
         self.readings: list[FakeReading] = []
 
     def start_reading(self) -> FakeReading:
