@@ -11,7 +11,7 @@ import time
 from consumer.distributed import AT_END, NOTHING_YET, Offer
 from consumer.journal import Journal
 from ops.control import Control
-from ops.telemetry import Log
+from ops.telemetry import Log, Phases
 from shm_ring import Reader, ReadSlot
 from shm_ring.errors import RingStopped, RingTimeout
 
@@ -22,17 +22,20 @@ STARVED_REPORT_S = 30.0
 class Intake:
     """Holds at most one slot, from the moment it is taken until `release`."""
 
-    def __init__(self, reader: Reader, journal: Journal, control: Control, log: Log) -> None:
+    def __init__(self, reader: Reader, journal: Journal, control: Control, log: Log, phases: Phases) -> None:
         self.slot: ReadSlot | None = None
         self._reader, self._journal, self._control, self._log = reader, journal, control, log
+        self._phases = phases
         self._fed_at = time.monotonic()
 
     def offer(self, elapsed_s: float) -> Offer:
         """Take a slot if none is held, waiting up to SLICE_S, and say what there is and what was asked meanwhile."""
         control = self._control
         pack_id = NOTHING_YET
+        self._phases.begin("other" if control.paused else "starved")
         if not (control.stopping or control.paused):
             pack_id = self._take()
+            self._phases.begin("peers")  # from here on this rank waits for none but the others
         return Offer(
             pack_id, int(control.stopping), int(control.paused), int(control.take_checkpoint_request()),
             int(elapsed_s * 1e3), int(self._reader.starved_s * 1e3),

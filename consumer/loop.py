@@ -33,7 +33,7 @@ from consumer.distributed import Ranks, Turn
 from consumer.heldout import HeldoutWatch
 from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
-from consumer.meter import Meter
+from consumer.meter import Meter, phases_of
 from consumer.saver import Saver
 from consumer.selfcheck import self_check
 from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
@@ -68,9 +68,9 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
             stack.enter_context(PageLock(ring))
         pick, max_age = ring_config.pick, ring_config.max_age
         reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
-        intake = Intake(reader, trainer.journal, control, log)
+        meter = Meter(Metrics(run_dir, "drafter", ranks.rank), control, rings, phases_of(device), ranks)
+        intake = Intake(reader, trainer.journal, control, log, meter.phases)
         staging = Staging(trainer.pack)
-        meter = Meter(Metrics(run_dir, "drafter", ranks.rank), control, rings, reader, ranks)
         control.report(state="ready", step=trainer.step.step)
         while not trainer.done:
             _apply_settings(reader, trainer, control)
@@ -81,6 +81,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
             if turn.wait or not (turn.packs or trainer.in_a_step):
                 time.sleep(AT_REST_S if control.paused or not turn.wait else 0)
                 continue
+            meter.phases.begin("staging")
             pack_id, slot = turn.pack_of(ranks.rank), intake.slot
             if slot is not None and pack_id is not None:
                 check_pack(slot, tuple(plan["target"]["target_layer_ids"]))
@@ -94,6 +95,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
             intake.release()
             trainer.train(turn.packs, pack_id, meter)
             if trainer.checkpoint_due:
+                meter.phases.begin("checkpoint")
                 trainer.save()
         meter.write(trainer.step, len(trainer.journal.trained))
         meter.flush()
@@ -257,6 +259,7 @@ class Trainer:
 
     def train(self, packs: Sequence[int], mine: int | None, meter: Meter) -> None:
         """Do the steps of the packs that all ranks have at hand, `mine` being this one's; raises Unstable."""
+        meter.phases.begin("step")
         self._open_packs += packs
         for draw in range(self._config.training.steps_per_pack):
             if self.step.step >= (self._config.training.max_steps or math.inf):
@@ -273,18 +276,20 @@ class Trainer:
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self.log_every_steps == 0:
-                meter.write(self.step, len(self.journal.trained), **self._heldout())
+                meter.write(self.step, len(self.journal.trained), **self._heldout(meter))
         if not self.in_a_step:
             self.journal.finish(*self._open_packs)
             self._open_packs = []
         self._aim_at_the_time_limit()
 
-    def _heldout(self) -> dict[str, float]:
+    def _heldout(self, meter: Meter) -> dict[str, float]:
         """Held-out accepted length, where it is due now (rank 0 measures); nothing else."""
         every = self._config.evaluation.every_steps
         if every is None or self.step.step % every or self._ranks.rank:
             return {}
+        meter.phases.begin("evaluation")
         length = self._watch.measure()
+        meter.phases.begin("step")
         return {} if length is None else {"heldout_accept_len": round(length, 4)}
 
     def _aim_at_the_time_limit(self) -> None:

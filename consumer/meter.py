@@ -1,5 +1,6 @@
-"""What a drafter process measures about itself: loss, accepted length, tokens per second, share of time starved.
+"""What a drafter process measures about itself: loss, accepted length, tokens per second, where its time goes.
 
+starved: its device stands still for lack of a pack. peers: for lack of the other ranks. staging: a pack comes over.
 Sums leave a GPU in one asynchronous copy per line; a line is written when its copy has arrived, usually a step later,
 so that training never waits for it.
 """
@@ -10,25 +11,37 @@ import time
 from collections import deque
 from typing import Any
 
+import torch
+
 from consumer.distributed import Ranks
 from consumer.step import Reading, TrainStep
 from ops.control import Control
-from ops.telemetry import Metrics
-from shm_ring import Reader, Ring
+from ops.telemetry import Metrics, Phases, shares
+from shm_ring import Ring
 
 MOST_ON_THE_WAY = 4
+PHASES = ("step", "starved", "staging", "peers", "checkpoint", "evaluation", "other")
+
+
+def phases_of(device: torch.device) -> Phases:
+    """Begin to account for the time of `device`: on a GPU by events in the current stream, else by the host's clock."""
+    if device.type != "cuda":
+        return Phases()
+    stream = torch.cuda.current_stream(device)
+    return Phases(mark=lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
 
 
 class Meter:
     """Writes one line of metrics every few steps; rates are over the time since the line before."""
 
-    def __init__(self, metrics: Metrics, control: Control, rings: list[Ring], reader: Reader, ranks: Ranks) -> None:
-        self._metrics, self._control, self._rings, self._reader, self._ranks = metrics, control, rings, reader, ranks
+    def __init__(self, metrics: Metrics, control: Control, rings: list[Ring], phases: Phases, ranks: Ranks) -> None:
+        """`phases`: what the process tells which of PHASES it enters."""
+        self.phases = phases
+        self._metrics, self._control, self._rings, self._ranks = metrics, control, rings, ranks
+        self._phases = tuple(phase for phase in PHASES if phase != "peers" or ranks.world > 1)
         self._tokens = 0
         self._last_step = -1
         self._last = time.monotonic()
-        self._last_starved_s = reader.starved_s
-        self._last_waited_s = ranks.waited_s
         self._on_the_way: deque[tuple[Reading, dict[str, Any]]] = deque()
         self.first_loss: float | None = None
         self.last_loss: float | None = None
@@ -45,20 +58,19 @@ class Meter:
         self._last_step = step.step
         now = time.monotonic()
         passed_s = max(now - self._last, 1e-9)
-        starved_s = self._reader.starved_s - self._last_starved_s
+        spent_s = self.phases.take()
+        if self._ranks.world == 1:
+            spent_s["other"] = spent_s.get("other", 0.0) + spent_s.pop("peers", 0.0)
         line: dict[str, Any] = {
             "tokens_per_s": self._tokens / passed_s,
-            "starved_pct": round(100 * min(1.0, starved_s / passed_s), 2),
+            **shares(spent_s, self._phases),
             "occupancy": sum(ring.snapshot().occupancy for ring in self._rings),
             "packs_trained": packs_trained,
             "anchors": step.num_anchors,
             **more,
+            "spent_s": spent_s,
         }
-        if self._ranks.world > 1:
-            waited_s = self._ranks.waited_s - self._last_waited_s
-            line["peers_pct"] = round(100 * min(1.0, waited_s / passed_s), 2)
-            self._last_waited_s = self._ranks.waited_s
-        self._tokens, self._last, self._last_starved_s = 0, now, self._reader.starved_s
+        self._tokens, self._last = 0, now
         self._on_the_way.append((step.start_reading(), line))
         self._write_arrived(MOST_ON_THE_WAY)
 

@@ -11,9 +11,11 @@ import math
 import os
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from ops.paths import label
 
@@ -64,6 +66,78 @@ def end_last_line(run_dir: Path | str) -> None:
         with path.open("r+b") as file:
             if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
                 file.write(b"\n")
+
+
+class Mark(Protocol):
+    """A moment that may lie ahead: a CUDA event with timing, or a Moment."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds from here to a later mark; both must have passed."""
+
+
+class Moment:
+    """Now, by the host's clock."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """It has passed."""
+        return True
+
+    def elapsed_time(self, later: Moment, /) -> float:
+        """Milliseconds from here to `later`."""
+        return 1e3 * (later._at - self._at)
+
+
+class Phases:
+    """Where the seconds of a process go: each belongs to the phase begun last, so together they are all there are.
+
+    `mark` makes a mark where the work is done. For a GPU that is an event in its stream: then a phase begins when the
+    device has done what was queued before, and ends when it reaches the next mark. So waiting counts only as far as the
+    device ran dry meanwhile, however far ahead the host was. Nothing here waits for a mark: seconds are counted once
+    both their ends have passed. Costs two marks a phase, a few microseconds.
+    """
+
+    def __init__(self, first: str = "other", mark: Callable[[], Mark] = Moment) -> None:
+        self._mark, self._phase = mark, first
+        self._marks = deque([(first, mark())])
+        self._spent: dict[str, float] = {}
+        self._total: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """End the present phase and begin another one; nothing happens if it is the same."""
+        if phase != self._phase:
+            self._phase = phase
+            self._cut()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase that were not taken yet; what a device has not reached comes next time."""
+        self._cut()
+        spent, self._spent = self._spent, {}
+        return spent
+
+    def total_s(self, phase: str) -> float:
+        """Seconds of a phase from the beginning on, taken or not."""
+        return self._total.get(phase, 0.0)
+
+    def _cut(self) -> None:
+        marks = self._marks
+        marks.append((self._phase, self._mark()))
+        while len(marks) > 1 and marks[1][1].query():
+            phase, began = marks.popleft()
+            seconds = began.elapsed_time(marks[0][1]) / 1e3
+            for sums in (self._spent, self._total):
+                sums[phase] = sums.get(phase, 0.0) + seconds
+
+
+def shares(spent: dict[str, float], phases: tuple[str, ...]) -> dict[str, float]:
+    """Turn seconds into `PHASE_pct`, one for each of `phases`, in percent of all; empty if nothing was spent."""
+    whole_s = sum(spent.values())
+    return {f"{phase}_pct": round(100 * spent.get(phase, 0.0) / whole_s, 2) for phase in phases if whole_s > 0}
 
 
 class Log:

@@ -21,7 +21,7 @@ from ops.telemetry import Log, Metrics
 from producer.corpus.documents import Documents
 from producer.corpus.schedule import schedule_of
 from producer.heldout import write_heldout
-from producer.meter import Meter
+from producer.meter import Meter, phases_of
 from producer.rows import PackMaker
 from producer.setup import Load, make_target
 from producer.states import StateCheck
@@ -54,20 +54,29 @@ def run(
     todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)
     with ring.writer(board) as writer, _page_locked(ring, config, device):
         transfer = Transfer(writer, target.device, description.target_layer_ids, check)
-        meter = Meter(Metrics(run_dir, "target", rank), control, ring, writer, config.target.min_agreement, log)
+        phases = phases_of(target.last_device)
+        meter = Meter(Metrics(run_dir, "target", rank), control, ring, phases, config.target.min_agreement, log)
         control.report(state="ready")
         while not control.stopping:
+            phases.begin("other")
             control.wait_while_paused()
+            phases.begin("data")
             if todo.refresh(maker.pack_ids | transfer.pack_ids):
                 writer.reopen()
                 log("todo", packs=len(todo), generation=todo.generation)
             maker.add(todo.take(maker.room))
             if not len(maker):
                 transfer.publish()
+                phases.begin("other")
                 _rest(writer, todo, control)
+            phases.begin("forward")
             for pack in maker.advance():  # queued on a GPU, not waited for
-                transfer.start(_acquire(writer, transfer, control, log), pack)
+                phases.begin("blocked")
+                slot = _acquire(writer, transfer, control, log)
+                phases.begin("copy")
+                transfer.start(slot, pack)
                 meter.packed(pack.pack_id, pack.num_tokens, maker.padding, check)
+            phases.begin("copy")
             transfer.publish(leave=UNDER_WAY)
         transfer.publish()
     ring.close()

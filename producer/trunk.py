@@ -46,6 +46,11 @@ class Target:
         return weight.device
 
     @property
+    def last_device(self) -> torch.device:
+        """Where a forward ends; with several GPUs, where the deepest layer is."""
+        return next(self.layers[-1].parameters()).device
+
+    @property
     def is_spread(self) -> bool:
         """Whether the layers are on several devices; what moves states between them does not compile."""
         return len({parameter.device for parameter in self.layers.parameters()}) > 1

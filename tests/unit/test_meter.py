@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from consumer.meter import MOST_ON_THE_WAY, Meter
+from ops.telemetry import Phases
 
 
 class FakeReading:
@@ -40,7 +41,7 @@ def meter():
         SimpleNamespace(write=lambda **line: lines.append(line)),
         SimpleNamespace(report=lambda **_: None),
         [SimpleNamespace(snapshot=lambda: SimpleNamespace(occupancy=3))],
-        SimpleNamespace(starved_s=0.0),
+        Phases(),
         SimpleNamespace(waited_s=0.0, world=1),
     )
     return made, lines

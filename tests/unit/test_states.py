@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ops.telemetry import Phases
 from producer.meter import Meter
 from producer.rows import Pack
 from producer.states import AGREEMENT_SETTLED, SETTLED, BadStates, StateCheck
@@ -111,9 +112,8 @@ def test_target_agreement_counts_supervised_tokens_that_follow_another_in_their_
 
 
 class Silent:
-    """Stands for metrics, control, ring and writer."""
+    """Stands for metrics, control and ring."""
 
-    blocked_s = 0.0
     occupancy = 0
 
     def write(self, **values: Any) -> None:
@@ -130,7 +130,7 @@ class Silent:
 def test_answers_that_the_target_did_not_write_are_warned_about_once(share: float, warned: bool) -> None:
     lines: list[str] = []
     silent: Any = Silent()
-    meter = Meter(silent, silent, silent, silent, 0.5, lambda event, **facts: lines.append(f"{event} {facts}"))  # type: ignore[arg-type]
+    meter = Meter(silent, silent, silent, Phases(), 0.5, lambda event, **facts: lines.append(f"{event} {facts}"))  # type: ignore[arg-type]
     check = checked_agreement(share, 1 + AGREEMENT_SETTLED // (sum(LENGTHS) - len(LENGTHS)))
     for number in range(3):
         meter.packed(number, 76, 0.05, check)
