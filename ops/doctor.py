@@ -1,14 +1,15 @@
 """Where does the time of a run go? Read from its metrics, alone or against another run's.
 
-Shares of time come from the metrics: starved_pct and blocked_pct always, and PHASE_pct or PHASE_s (seconds a step) of
-every other phase that a side reports: forward, copy, staging, step, checkpoint.
+Each line of metrics has spent_s: the seconds of each phase of its process since the line before. Their sums say where
+each second of a side went, and divided by the tokens what a token costs in each phase, which is what two runs are
+compared by: a share of time grows already when another one shrinks. Files without spent_s are read by their medians of
+PHASE_pct.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,18 +22,36 @@ from ops.verdict import Verdict, judge
 WARM_UP_LINES = 2
 NOTABLE = 0.1
 """Changes below a tenth are noise on a shared machine and are not called a regression."""
-_PHASES = ("forward", "copy", "blocked", "starved", "staging", "step", "checkpoint")
+_WAITS = {TARGET: "blocked", DRAFTER: "starved"}
+_PHASES = {
+    TARGET: ("forward", "copy", "data", "other", "blocked"),
+    DRAFTER: ("step", "staging", "checkpoint", "evaluation", "peers", "other", "starved"),
+}
+_SHOWN_PCT = 0.5
 
 
 @dataclass(frozen=True)
 class Side:
-    """The medians of one side over its lines: rate summed over processes, shares and durations averaged."""
+    """One side over its lines: rate summed over processes, other numbers averaged over them, seconds of all."""
 
     role: str
     num_processes: int
     num_lines: int
     tokens_per_s: float | None
     values: dict[str, float]
+    spent_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pct(self) -> dict[str, float]:
+        """Share of the time in each phase that is known, in percent."""
+        phases = {phase: self.values.get(f"{phase}_pct") for phase in _PHASES[self.role]}
+        return {phase: value for phase, value in phases.items() if value is not None}
+
+    @property
+    def cost_s(self) -> dict[str, float]:
+        """Seconds of one device per million tokens in each phase; empty without a rate."""
+        rate = self.tokens_per_s
+        return {p: share / 100 * self.num_processes / rate * 1e6 for p, share in self.pct.items()} if rate else {}
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,7 @@ class Report:
         return judge(self.value(DRAFTER, "starved_pct"), self.value(TARGET, "blocked_pct"))
 
     def value(self, role: str, name: str) -> float | None:
-        """A median of one side."""
+        """A number of one side."""
         side = self.sides.get(role)
         return side.values.get(name) if side else None
 
@@ -67,9 +86,10 @@ def read_report(path: Path) -> Report:
             lines.setdefault(record["role"], {}).setdefault(record["rank"], []).append(record)
         except (ValueError, KeyError, TypeError):
             continue
-    if not lines:
+    sides = {role: _side(role, ranks) for role, ranks in lines.items() if role in _PHASES}
+    if not sides:
         raise RunMissing(f"{file}: holds no lines of metrics; the run has not trained yet")
-    return Report(str(path), {role: _side(role, ranks) for role, ranks in lines.items()})
+    return Report(str(path), sides)
 
 
 def describe(report: Report) -> list[str]:
@@ -87,15 +107,42 @@ def describe(report: Report) -> list[str]:
 
 
 def compare(now: Report, before: Report) -> list[str]:
-    """Word what became slower than in another run, the side that holds the run up first."""
-    lines = []
-    for role in _by_importance(now):
-        lines += _compare_side(role, now, before)
-    return lines or [f"no change of more than {NOTABLE:.0%} against {before.name}"]
+    """Word what became slower than in another run: the cause in one line, then each side by phase."""
+    lines = [text for role in _by_importance(now) for text in _compare_side(role, now, before)]
+    if not lines:
+        return [f"no change of more than {NOTABLE:.0%} against {before.name}"]
+    return [*_cause(now, before), *lines]
 
 
-def _by_importance(report: Report) -> Sequence[str]:
+def _by_importance(report: Report) -> tuple[str, str]:
     return (TARGET, DRAFTER) if report.verdict.kind == "target-bound" else (DRAFTER, TARGET)
+
+
+def _cause(now: Report, before: Report) -> list[str]:
+    """Name the phase that costs most more than before, on the side that holds the run up; nothing if nothing was lost.
+
+    What comes out of a run is what its drafters train on.
+    """
+    new, old = now.sides.get(DRAFTER), before.sides.get(DRAFTER)
+    if new is None or old is None or not new.tokens_per_s or not old.tokens_per_s:
+        return []
+    lost = 1 - new.tokens_per_s / old.tokens_per_s
+    if lost < NOTABLE:
+        return []
+    role = _by_importance(now)[0]
+    side, other = now.sides.get(role), before.sides.get(role)
+    text = f"the run lost {lost:.0%}: {old.tokens_per_s:,.0f} -> {new.tokens_per_s:,.0f} tokens/s"
+    if side is None or other is None:
+        return [text]
+    if side.num_processes < other.num_processes:
+        return [f"{text}, and it has {side.num_processes} {role} process(es) where it had {other.num_processes}"]
+    grown = {phase: side.cost_s[phase] - cost for phase, cost in other.cost_s.items() if phase in side.cost_s}
+    own = [phase for phase in grown if phase != _WAITS[role]]
+    worst = max(own, key=lambda phase: grown[phase], default=None)
+    if worst is None or grown[worst] <= 0.02 * sum(other.cost_s.values()):
+        return [text]
+    was, is_now = other.cost_s[worst], side.cost_s[worst]
+    return [f"{text}, because of the {role}'s {worst}: {was:,.3g} -> {is_now:,.3g} s per million tokens"]
 
 
 def _compare_side(role: str, now: Report, before: Report) -> list[str]:
@@ -108,10 +155,9 @@ def _compare_side(role: str, now: Report, before: Report) -> list[str]:
     verb = "lost" if change < 0 else "gained"
     rates = f"{old.tokens_per_s:,.0f} -> {new.tokens_per_s:,.0f} tokens/s"
     head = f"the {role} {verb} {abs(change):.0%} of its throughput: {rates}"
-    wait = "blocked_pct" if role == TARGET else "starved_pct"
+    wait = f"{_WAITS[role]}_pct"
     waited = (new.values.get(wait, 0.0), old.values.get(wait, 0.0))
-    grown = max(0.0, waited[0] - waited[1])
-    if change < 0 and grown >= 5:
+    if change < 0 and waited[0] - waited[1] >= 5:
         other = DRAFTER if role == TARGET else TARGET
         head += f"; it waits for the {other} {waited[1]:.0f} % -> {waited[0]:.0f} % of its time, so look there first"
     elif change < 0:
@@ -120,45 +166,45 @@ def _compare_side(role: str, now: Report, before: Report) -> list[str]:
 
 
 def _changed_phases(new: Side, old: Side) -> list[str]:
-    """Name the phases whose share or duration moved most."""
+    """Word the phases whose cost changed, the largest change first."""
     moved = []
-    for name in sorted(new.values.keys() & old.values.keys()):
-        if not _is_phase(name):
-            continue
-        a, b = old.values[name], new.values[name]
-        by = abs(b - a) if name.endswith("_pct") else 100 * abs(b - a) / max(abs(a), 1e-9)
-        if by >= 5:
-            unit = " %" if name.endswith("_pct") else " s"
-            moved.append((by, f"{_phase(name)}: {a:.3g}{unit} -> {b:.3g}{unit}"))
+    whole = sum(old.cost_s.values())
+    for phase in new.cost_s.keys() & old.cost_s.keys():
+        by = new.cost_s[phase] - old.cost_s[phase]
+        if abs(by) >= 0.02 * whole:
+            cost = f"{old.cost_s[phase]:,.3g} -> {new.cost_s[phase]:,.3g} s per million tokens"
+            share = f"{old.pct[phase]:.0f} % -> {new.pct[phase]:.0f} % of the time"
+            moved.append((abs(by), f"{phase}: {cost} ({share})"))
     return [text for _, text in sorted(moved, reverse=True)]
 
 
 def _side(role: str, ranks: dict[int, list[dict[str, Any]]]) -> Side:
     medians: dict[str, list[float]] = {}
+    spent_s: dict[str, float] = {}
     for records in ranks.values():
         kept = records[WARM_UP_LINES:] or records
         for name in {key for record in kept for key in record}:
             numbers = [r[name] for r in kept if isinstance(r.get(name), (int, float)) and not isinstance(r[name], bool)]
             if numbers and name not in ("time", "rank", "step"):
                 medians.setdefault(name, []).append(median(numbers))
+        for record in kept:
+            spent = record.get("spent_s")
+            for phase, seconds in spent.items() if isinstance(spent, dict) else ():
+                spent_s[phase] = spent_s.get(phase, 0.0) + float(seconds or 0.0)
     rates = medians.get("tokens_per_s")
     values = {name: sum(numbers) / len(numbers) for name, numbers in medians.items()}
-    return Side(role, len(ranks), sum(map(len, ranks.values())), sum(rates) if rates else None, values)
+    whole_s = sum(spent_s.values())
+    if whole_s > 0:
+        values |= {f"{phase}_pct": 100 * spent_s.get(phase, 0.0) / whole_s for phase in _PHASES[role]}
+    return Side(role, len(ranks), sum(map(len, ranks.values())), sum(rates) if rates else None, values, spent_s)
 
 
 def _shares(side: Side) -> list[str]:
-    names = [f"{phase}_pct" for phase in _PHASES if f"{phase}_pct" in side.values]
-    texts = [f"{_phase(name)}: {side.values[name]:.0f} % of the time" for name in names]
-    known = sum(side.values[name] for name in names)
-    if names and known < 99.5:
-        texts.append(f"everything else: {100 - known:.0f} % of the time")
-    durations = [name for name in side.values if name.endswith("_s") and _is_phase(name)]
-    return texts + [f"{_phase(name)}: {side.values[name]:.4g} s" for name in sorted(durations)]
-
-
-def _is_phase(name: str) -> bool:
-    return _phase(name) in _PHASES and name.endswith(("_pct", "_s"))
-
-
-def _phase(name: str) -> str:
-    return name.removesuffix("_pct").removesuffix("_s").replace("_", " ")
+    wait = _WAITS[side.role]
+    shown = [phase for phase, share in side.pct.items() if share >= _SHOWN_PCT or phase == wait]
+    texts = []
+    for phase in sorted(shown, key=lambda each: -side.pct[each]):
+        seconds = f" ({side.spent_s.get(phase, 0.0):,.1f} s)" if side.spent_s else ""
+        texts.append(f"{phase}: {side.pct[phase]:.0f} % of the time{seconds}")
+    rest = 100 - sum(side.pct[phase] for phase in shown)
+    return texts + ([f"everything else: {rest:.0f} % of the time"] if shown and rest >= _SHOWN_PCT else [])
