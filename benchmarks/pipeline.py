@@ -8,7 +8,8 @@ first: the target with a reader that drops its packs, the drafter stepping on a 
 the 8B shape, the twin in threads (pipeline_threads.py) and both sides on one GPU.
 The clock: packs counted in the ring, polled every 10 ms, from the first change of the counter in the measured time to
 the last; times the mean of valid tokens per pack. End to end is what the drafter released. Together is measured after
-the ring has settled; efficiency is end to end over the slower side alone.
+the ring has settled; efficiency is end to end over the slower side alone. blocked_pct and starved_pct are the devices'
+idle time, from both sides' own metrics (spent_s); host_* is the waiting of the hosts, which runs ahead of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from benchmarks.pipeline_plot import draw
 from benchmarks.pipeline_shapes import make_run
 from configs.run_files import Trained, write_trained
 from ops.rings import Rings
+from ops.telemetry import METRICS_FILE
 from shm_ring import Reader, Ring, SlotSpec
 from shm_ring.errors import RingTimeout
 
@@ -48,6 +50,7 @@ class Times(NamedTuple):
     other: float
 
 
+_WAITS = {"target": "blocked", "drafter": "starved"}
 FULL, QUICK = Times(6, 5, 60.5, 20), Times(1, 0.5, 2, 1)
 
 
@@ -68,6 +71,8 @@ class Run:
     def __init__(self, root: Path, name: str, shape: str, gpus: Sequence[str], ring_of: Run | None = None) -> None:
         """`gpus`: CUDA ids of target and drafter; empty for the CPU."""
         self.name, self.folder = name, root / name
+        self.folders = [self.folder, *([ring_of.folder] if ring_of else [])]
+        """Where sides that use its ring write their metrics."""
         self.run_name: str = ring_of.run_name if ring_of else f"bench-{os.getpid()}-{name}"
         self.gpus = gpus
         self.config, self.plan = make_run(self.folder, self.run_name, shape, bool(gpus))
@@ -192,31 +197,55 @@ def measure_drafter_alone(run: Run) -> dict[str, float]:
 def measure_together(run: Run, settle_s: float, seconds: float) -> dict[str, Any]:
     """Measure both sides at once, after the ring has settled."""
     sample(run, settle_s)
+    began = time.time()
     samples = sample(run, seconds)
+    phases = phase_shares(run.folders, began, time.time())
     passed_s = samples[-1].at - samples[0].at
     released, published = (packs_per_s(samples, counter) for counter in ("released", "published"))
     occupancy = sorted(each.occupancy for each in samples)
     alone = run.folder / "alone.json"
     idle = {"drafter_idle_pct": _idle_pct(alone, samples, passed_s)} if alone.exists() else {}
-    return idle | {
-        "seconds": passed_s,
-        "packs": samples[-1].released - samples[0].released,
-        "tokens_per_s": released * run.tokens_per_pack,
-        "target_tokens_per_s": published * run.tokens_per_pack,
-        "blocked_pct": 100 * (samples[-1].blocked_s - samples[0].blocked_s) / passed_s,
-        "starved_pct": 100 * (samples[-1].starved_s - samples[0].starved_s) / passed_s,
-        "occupancy_median": occupancy[len(occupancy) // 2],
-        "series": _series(samples, run.tokens_per_pack),
-    }
+    waiting = {f"{phase}_pct": phases[role][phase] for role, phase in _WAITS.items() if role in phases}
+    return (
+        idle
+        | waiting
+        | {
+            "phases_pct": phases,
+            "seconds": passed_s,
+            "packs": samples[-1].released - samples[0].released,
+            "tokens_per_s": released * run.tokens_per_pack,
+            "target_tokens_per_s": published * run.tokens_per_pack,
+            "host_blocked_pct": 100 * (samples[-1].blocked_s - samples[0].blocked_s) / passed_s,
+            "host_starved_pct": 100 * (samples[-1].starved_s - samples[0].starved_s) / passed_s,
+            "occupancy_median": occupancy[len(occupancy) // 2],
+            "series": _series(samples, run.tokens_per_pack),
+        }
+    )
 
 
 def _idle_pct(alone: Path, samples: list[Sample], passed_s: float) -> float:
-    """Share of the time in which the drafter had no step to do, by what a step takes alone.
-
-    starved_pct is the waiting of its host, which waits for the next pack while the device still trains.
-    """
+    """Share of the time in which the drafter had no step to do, by what a step takes alone: a check on starved_pct."""
     step_s = float(json.loads(alone.read_text())["step_s"])
     return 100 * max(0.0, 1 - (samples[-1].released - samples[0].released) * step_s / passed_s)
+
+
+def phase_shares(folders: Sequence[Path], since: float, until: float) -> dict[str, dict[str, float]]:
+    """Where the time of each side went between two moments (Unix time), in percent by phase, from its metrics."""
+    spent: dict[str, dict[str, float]] = {}
+    for path in (folder / METRICS_FILE for folder in folders):
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with suppress(ValueError):  # a line that is being written
+                record = json.loads(line)
+                if since < record["time"] <= until:
+                    side = spent.setdefault(record["role"], {_WAITS[record["role"]]: 0.0})
+                    for phase, seconds in record["spent_s"].items():
+                        side[phase] = side.get(phase, 0.0) + seconds
+    wholes = {role: sum(side.values()) for role, side in spent.items()}
+    return {
+        role: {phase: 100 * seconds / wholes[role] for phase, seconds in side.items()}
+        for role, side in spent.items()
+        if wholes[role] > 0
+    }
 
 
 def _series(samples: list[Sample], tokens_per_pack: float, every_s: float = 0.5) -> dict[str, list[float]]:

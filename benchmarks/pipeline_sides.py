@@ -75,7 +75,7 @@ def replace_in_drafter(run_dir: Path) -> None:
 
     replacements = {
         "Trainer": Gated,
-        "make_drafter": lambda config, plan, device, _log: random_drafter(config, plan, device),
+        "make_drafter": lambda config, plan, device, _log, **_more: random_drafter(config, plan, device),
         "make_head": random_head,
     }
     for name, value in replacements.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline import PARTS, Sample, packs_per_s, summary_of
+from benchmarks.pipeline import PARTS, Sample, packs_per_s, phase_shares, summary_of
 from benchmarks.pipeline_plot import rate
 from benchmarks.pipeline_shapes import SHAPES, RandomDocuments, make_run, schedule_of
 from producer.target import TargetDescription
@@ -23,6 +23,17 @@ def test_a_rate_runs_from_the_first_change_of_a_counter_to_the_last() -> None:
     samples = samples_of([0, 1, 2, 3, 4, 5, 9], [4, 4, 5, 5, 6, 7, 7])
     assert packs_per_s(samples, "published") == pytest.approx((7 - 5) / (5 - 2))
     assert packs_per_s(samples[:4], "published") == 0.0
+
+
+def test_where_the_time_of_each_side_went_comes_from_the_metrics_of_those_seconds(tmp_path: Path) -> None:
+    lines = [{"time": at, "role": role, "spent_s": spent} for at, role, spent in (
+        (1.0, "drafter", {"starved": 90.0}),
+        (2.0, "drafter", {"step": 3.0, "starved": 1.0}), (3.0, "drafter", {"step": 3.0, "starved": 1.0}),
+        (3.0, "target", {"forward": 2.0}), (9.0, "drafter", {"starved": 90.0}),
+    )]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"time": 3.0, "ro')
+    shares = phase_shares([tmp_path, tmp_path / "nothing"], 1.5, 5.0)
+    assert shares == {"drafter": {"step": 75.0, "starved": 25.0}, "target": {"forward": 100.0, "blocked": 0.0}}
 
 
 def test_the_plots_rate_is_over_the_last_seconds() -> None:
