@@ -38,7 +38,7 @@ class Intake:
             self._phases.begin("peers")  # from here on this rank waits for none but the others
         return Offer(
             pack_id, int(control.stopping), int(control.paused), int(control.take_checkpoint_request()),
-            int(elapsed_s * 1e3), int(self._reader.starved_s * 1e3),
+            int(elapsed_s * 1e3), int(self._phases.total_s("starved") * 1e3),
         )  # fmt: skip
 
     def release(self) -> None:

@@ -1,0 +1,139 @@
+"""`anchors.num: auto` with real drafter processes: two ranks, fed by this test as slowly or as fast as it likes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.load import load_config
+from configs.pack import pack_checksum
+from configs.run_files import plan_path
+from consumer.checkpoint import newest_checkpoint
+from ops.hosts import free_port
+from ops.rings import Rings
+from ops.run_folder import write_config
+from ops.telemetry import Log
+from producer.prepare import prepare
+from shm_ring import SlotSpec, Writer
+from shm_ring.errors import RingFull, RingStopped
+from tests.helpers.tiny_run import LIMIT_S, REPOSITORY, Tiny, tiny
+
+__all__ = ["tiny"]
+
+SIZES = (32, 48, 64)
+SETTINGS = (
+    "anchors.num=auto", f"anchors.sizes={list(SIZES)}", "anchors.review_steps=5", "training.devices=[cpu, cpu]",
+    "training.log_every_steps=1", "checkpoint.every_steps=10000", "evaluation.enabled=false", "training.epochs=40",
+    "drafter.num_layers=3",
+)  # fmt: skip
+REST_S = 0.2  # between two packs of a slow producer: many times what a step takes
+
+
+class Fed:
+    """Two drafter processes and the ring that they read, whose producer is the test."""
+
+    def __init__(self, run: Tiny, writer: Writer, plan: dict[str, Any]) -> None:
+        self.run, self.plan, self.writer = run, plan, writer
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pack_id = 0
+
+    def start(self) -> None:
+        """Start both ranks, as torchrun would."""
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+        shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.processes = []
+        for rank in (0, 1):
+            command = [sys.executable, "-m", "consumer", "--run-dir", str(self.run.dir)]
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (self.run.folder / f"log{rank}").open("ab") as log:
+                started = subprocess.Popen(
+                    command, cwd=REPOSITORY, env=os.environ | shared | place, stdout=log, stderr=subprocess.STDOUT
+                )
+            self.processes.append(started)
+
+    def stop(self) -> None:
+        """Ask both to stop and wait until they have."""
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in self.processes] == [0, 0], self.log()
+
+    def log(self) -> str:
+        """What both have said."""
+        return "".join((self.run.folder / f"log{rank}").read_text() for rank in (0, 1))
+
+    def sizes(self, rank: int = 0) -> dict[int, int]:
+        """Anchors by step, from the metrics."""
+        return {line["step"]: line["anchors"] for line in self.run.metrics("drafter") if line["rank"] == rank}
+
+    def feed(self, rest_s: float, until: Callable[[], object]) -> None:
+        """Publish packs, two at a time and then none for `rest_s`, until a condition holds."""
+        give_up = time.monotonic() + LIMIT_S
+        while not until():
+            assert all(process.poll() is None for process in self.processes), self.log()
+            assert time.monotonic() < give_up, f"sizes {self.sizes()}\n{self.log()}"
+            for _ in range(2):
+                self._publish()
+            time.sleep(rest_s)
+
+    def _publish(self) -> None:
+        try:
+            slot = self.writer.acquire(stop=lambda: any(process.poll() is not None for process in self.processes))
+        except (RingStopped, RingFull) as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+        generator = np.random.default_rng(self._pack_id)
+        ids, start, features = (slot.array(name) for name in ("input_ids", "doc_start", "features"))
+        ids[:], start[:] = generator.integers(4, 260, len(ids)), 0
+        slot.array("loss_mask")[:] = 1
+        features[:] = generator.standard_normal(features.shape)
+        checksum = pack_checksum(ids.tobytes(), len(ids), tuple(self.plan["target"]["target_layer_ids"]))
+        self.writer.publish(slot, pack_id=self._pack_id, num_tokens=len(ids), num_documents=1, checksum=checksum)
+        self._pack_id += 1
+
+
+@pytest.fixture
+def fed(tiny: Tiny) -> Iterator[Fed]:
+    tiny.dir.mkdir(parents=True)
+    config = load_config(tiny.config, SETTINGS)
+    write_config(tiny.dir, config)
+    plan = prepare(tiny.dir, config, Log("prepare", 0), False) | {"num_packs": 10**6}
+    plan_path(tiny.dir).write_text(json.dumps(plan))
+    with ExitStack() as stack:
+        rings = stack.enter_context(Rings(tiny.name, SlotSpec.from_json(plan["slot_spec"]), 1, 8))
+        both = Fed(tiny, stack.enter_context(rings.rings[0].writer()), plan)
+        stack.callback(lambda: [process.kill() for process in both.processes])
+        yield both
+
+
+def test_slow_targets_raise_the_number_of_anchors_fast_ones_lower_it_and_resume_keeps_it(fed: Fed) -> None:
+    fed.start()
+    fed.feed(REST_S, lambda: SIZES[-1] in fed.sizes().values())
+    fed.stop()
+    saved = newest_checkpoint(fed.run.dir / "checkpoints", print)
+    assert saved is not None
+    assert saved.meta["anchors"] == SIZES[-1]
+
+    fed.start()
+    fed.feed(0.0, lambda: list(fed.sizes().values())[-1] == SIZES[0])
+    fed.stop()
+
+    sizes = fed.sizes()
+    assert sizes[saved.step + 1] == SIZES[-1]  # begun where the checkpoint was
+    assert sizes == fed.sizes(rank=1)  # at every step the same on both ranks
+    order = [size for step, size in sorted(sizes.items()) if size != sizes.get(step - 1)]
+    assert order == [32, 48, 64, 48, 32]
+    assert [line.count(" | anchors | ") for line in (fed.log(),)] == [4]  # one line a change
+    for path in fed.run.dir.glob("journal.*.jsonl"):
+        entries = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        assert {entry["anchors"] for entry in entries} == set(SIZES)
+        assert all(entry["anchors"] == sizes[entry["step"] + 1] for entry in entries if entry["step"] + 1 in sizes)
