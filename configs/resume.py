@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from configs.run_files import newest_step, read_trained
 
 Identity = Mapping[str, Any]
 
@@ -25,6 +28,22 @@ def conflicts(saved: Identity, now: Identity, checkpoint: str) -> list[str]:
         for name in saved
         if name in now and _plain(saved[name]) != _plain(now[name])
     ]
+
+
+def handover_fault(run_dir: Path, step: int, description: Mapping[str, Any]) -> str:
+    """Say why a state that a drafter left in memory is not to be used; "" where it is what the run goes on from.
+
+    It has to come from this run folder, from a generation that the folder knows (not from an earlier run of the same
+    name), and no checkpoint on disk may be of a later step.
+    """
+    known, written = read_trained(run_dir), newest_step(run_dir)
+    if description.get("run_dir") != str(run_dir.resolve()):
+        return f"it was left by a run in {description.get('run_dir')}"
+    if known is None or known.generation < description["generation"]:
+        return f"it is of generation {description['generation']}, which this run has not reached"
+    if step < written:
+        return f"it is of step {step}, and a checkpoint of step {written} is on disk"
+    return ""
 
 
 def digest_of(config: Mapping[str, Any]) -> str:

@@ -84,6 +84,13 @@ def read_trained(run_dir: Path) -> Trained | None:
     return Trained(int(raw["generation"]), from_ranges(raw["trained"]))
 
 
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint that has its completion marker; -1 if there is none. Nothing is read."""
+    found = (run_dir / "checkpoints").glob("step-*/complete.json")
+    numbers = (path.parent.name.removeprefix("step-") for path in found)
+    return max((int(number) for number in numbers if number.isdigit()), default=-1)
+
+
 def journal_path(run_dir: Path, rank: int) -> Path:
     """The journal of one drafter process."""
     return run_dir / f"journal.{rank}.jsonl"

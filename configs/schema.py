@@ -326,6 +326,9 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; one more is written at the end."""
     keep: Int = Field(3, ge=1)
     """Newest checkpoints that are kept."""
+    handover: Bool = True
+    """`restart drafter` leaves the state in /dev/shm for the next process, which writes it to disk while it trains;
+    without room there, or with false, it goes through the disk. Checkpoints on their way there use the same memory."""
 
 
 class EvaluationConfig(Section):

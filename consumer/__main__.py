@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from ops.control import Control
+from ops.control import RESTART, Control
 from ops.telemetry import Log
 
 
@@ -27,9 +27,10 @@ def main() -> int:
     log = Log("drafter", rank)
     with Control.start(arguments.run_dir, "drafter", rank) as control:  # before anything slow is imported
         code = _run(arguments.run_dir, rank, control, log)
-    if _number("WORLD_SIZE") > 1 and _device().startswith("cuda"):
+    on_several_gpus = _number("WORLD_SIZE") > 1 and _device().startswith("cuda")
+    if on_several_gpus or control.stop_reason == RESTART:
         sys.stdout.flush()
-        os._exit(code)  # NCCL's orderly end waits for every graph that holds one of its collectives
+        os._exit(code)  # NCCL's orderly end waits for every graph that holds its collectives; the next life, for this
     return code
 
 
@@ -56,7 +57,11 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     from consumer.loop import Unstable, run
     from consumer.memory import TooLarge
     from consumer.staging import BadPack
+    from consumer.start_clock import StartClock
     from shm_ring.errors import RingError
+
+    clock = StartClock()
+    clock.ends("imports")
 
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
@@ -67,7 +72,8 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     try:
         config = load_config(run_dir / "config.yaml")
         with Ranks(Place.read(os.environ, rank), device, config.training.collective_timeout_s) as ranks:
-            run(config, run_dir, ranks, device, control, log)
+            clock.ends("meeting")
+            run(config, run_dir, ranks, device, control, log, clock)
     except PeerLost as error:
         print(str(error), file=sys.stderr, flush=True)
         os._exit(error.exit_code)  # a GPU may wait for the lost rank for ever, nor may an orderly end

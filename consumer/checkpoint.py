@@ -62,11 +62,13 @@ def save_checkpoint(
     state: Mapping[str, Tensor],
     trained: frozenset[int],
     meta: dict[str, Any],
+    given_up: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Write folder/step-N and return its path; older ones stay.
 
     Twice the size must be free. Raises CheckpointError, with the older checkpoints as they were, for a disk that is
-    full or fails, and for weights that are not finite.
+    full or fails, for weights that are not finite, and if it is given up meanwhile: then its tensors may have changed
+    while they were written.
     """
     for name, tensor in drafter.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -84,6 +86,9 @@ def save_checkpoint(
             )
         shutil.rmtree(temporary, ignore_errors=True)
         _write(temporary, step, drafter, state, trained, meta)
+        if given_up():
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"checkpoint step {step}: given up for a newer state; older ones are kept")
         _put_in_place(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

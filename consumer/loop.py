@@ -20,28 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from configs.load import ConfigError
-from configs.resume import conflicts, digest_of
+from configs.resume import digest_of
 from configs.run_files import read_plan, read_trained, write_atomically
 from configs.schema import Config
 from configs.targets import targets_of
 from consumer.anchor_size import AnchorSize
 from consumer.capture import each_size, prepare
-from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from consumer.checkpoint import Checkpoint, CheckpointError
 from consumer.distributed import Ranks, Turn
 from consumer.heldout import HeldoutWatch
 from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
-from consumer.meter import Meter, phases_of
-from consumer.saver import Saver
+from consumer.meter import Meter
+from consumer.resume import find_saved, identity_of
+from consumer.saver import Handed, Saver
 from consumer.selfcheck import self_check
 from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
+from consumer.start_clock import StartClock
 from consumer.step import TrainStep
-from ops.control import Control
+from ops.control import RESTART, Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Board, Reader, Ring, SlotSpec, ring_name
+from shm_ring.handover import Handover
 from shm_ring.tensors import PageLock
 
 AT_REST_S = 0.1
@@ -55,20 +58,23 @@ class Unstable(Exception):
     exit_code = 3
 
 
-def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, control: Control, log: Log) -> None:
+def run(
+    config: Config, run_dir: Path, ranks: Ranks, device: torch.device, control: Control, log: Log, clock: StartClock
+) -> None:
     """Train until done or told to stop. Raises ConfigError, RingError, HeadError, CheckpointError, PeerLost, ..."""
     plan = read_plan(run_dir)
     spec = SlotSpec.from_json(plan["slot_spec"])
-    rings = [Ring.open(ring_name(config.run.name, k), spec=spec) for k in targets_of(config, os.environ).ranks]
-    board = Board.open(config.run.name)
-    trainer = Trainer(config, plan, run_dir, ranks, device, spec, log)
-    ring_config, me = config.ring, ranks.local_rank
     with ExitStack() as stack:
+        ranks_of_targets = targets_of(config, os.environ).ranks
+        rings = [stack.enter_context(Ring.open(ring_name(config.run.name, k), spec=spec)) for k in ranks_of_targets]
+        board = stack.enter_context(Board.open(config.run.name))
+        trainer = Trainer(config, plan, run_dir, ranks, device, spec, log, clock)
+        ring_config, me = config.ring, ranks.local_rank
         for ring in rings if device.type == "cuda" and ring_config.page_lock else []:
             stack.enter_context(PageLock(ring))
         pick, max_age = ring_config.pick, ring_config.max_age
         reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
-        meter = Meter(Metrics(run_dir, "drafter", ranks.rank), control, rings, phases_of(device), ranks)
+        meter = Meter(stack.enter_context(Metrics(run_dir, "drafter", ranks.rank)), control, rings, device, ranks)
         intake = Intake(reader, trainer.journal, control, log, meter.phases)
         staging = Staging(trainer.pack)
         control.report(state="ready", step=trainer.step.step)
@@ -100,10 +106,7 @@ def run(config: Config, run_dir: Path, ranks: Ranks, device: torch.device, contr
         meter.write(trainer.step, len(trainer.journal.trained))
         meter.flush()
         control.report(saving=True)
-        trainer.finish()
-    for ring in rings:
-        ring.close()
-    board.close()
+        trainer.finish(handing_over=control.stop_reason == RESTART)
 
 
 def _apply_settings(reader: Reader, trainer: Trainer, control: Control) -> None:
@@ -133,14 +136,16 @@ class Trainer:
         device: torch.device,
         spec: SlotSpec,
         log: Log,
+        clock: StartClock,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._clock = ranks, clock
         self._config, self._plan, self._run_dir, self._log = config, plan, run_dir, log
         self._folder = run_dir / "checkpoints"
-        self._saver = Saver(self._folder, config.checkpoint.keep, log)
+        self._identity = identity_of(config, plan)
+        saved = self._find_saved()
         dtype = step_dtype(config.training.precision, device)
         check_memory(config, plan, device, log)
-        drafter = make_drafter(config, plan, device, log)
+        drafter = make_drafter(config, plan, device, log, weights_follow=saved is not None or ranks.rank > 0)
         drafter.use_float8(config.training.precision == "fp8")
         head = make_head(plan, dtype, device)
         self.pack = allocate_pack(spec, device)
@@ -148,12 +153,11 @@ class Trainer:
             drafter, head, self.pack, config.anchors, config.loss, config.optimizer, 1, config.run.seed, dtype,
             micro_steps=config.training.micro_steps,
         )  # fmt: skip
-        saved = self._newest()
-        self._resumed_from = saved.path if saved else None
-        if saved is not None:
-            self._restore(saved)
+        clock.ends("model")
+        self._restore(saved)
         ranks.share(self.step.shared_state())
         self.step.adopt()
+        clock.ends("state")
         meta = saved.meta if saved else {}
         facts = (saved.trained if saved else frozenset(), meta.get("train_seconds", 0.0), meta.get("anchors"))
         trained, seconds_before, anchors = ranks.from_first(facts)
@@ -178,28 +182,20 @@ class Trainer:
         self.log_every_steps = config.training.log_every_steps
         if device.type == "cuda":
             self._speed_up(config, log)
+        clock.ends("capture")
+        self._start: dict[str, Any] | None = None
         self._started = time.monotonic()
         if self.step.step == 0:
             self.save()
 
-    def _newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; None on every rank but 0."""
-        if self._ranks.rank > 0:
-            return None
-        saved = newest_checkpoint(self._folder, lambda line: self._log("checkpoint", detail=line))
-        differing = conflicts(saved.meta.get("identity", {}), self._identity, str(saved.path)) if saved else []
-        if saved and differing and not saved.step:
-            self._log("checkpoint", detail=f"{saved.path} holds no training and does not fit: made anew")
-            return None
-        if differing:
-            raise ConfigError(differing)
-        return saved
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint of this run is bound to."""
-        shape = {f"drafter: {key}": value for key, value in shape_as_dict(self.step.shape).items()}
-        return {**self._plan.get("identity", {}), **shape}
+    def _find_saved(self) -> Checkpoint | Handed | None:
+        """Make the saver and return what to go on from; None on every rank but 0, and where there is nothing."""
+        shared = Handover.open(self._config.run.name) if self._ranks.rank == 0 else None
+        checkpoint = self._config.checkpoint
+        self._saver = Saver(self._folder, checkpoint.keep, self._log, shared if checkpoint.handover else None)
+        found = find_saved(self._run_dir, self._identity, shared, self._log) if self._ranks.rank == 0 else None
+        self._resumed_from, self._handed_over = found.path if found else None, isinstance(found, Handed)
+        return found
 
     def _plan_steps(self, num_trained: int) -> int:
         """Steps after which the packs are trained, if every rank always has one: what the learning rate aims at."""
@@ -260,6 +256,8 @@ class Trainer:
     def train(self, packs: Sequence[int], mine: int | None, meter: Meter) -> None:
         """Do the steps of the packs that all ranks have at hand, `mine` being this one's; raises Unstable."""
         meter.phases.begin("step")
+        if self._start is None:
+            self._clock.ends("first_pack")
         self._open_packs += packs
         for draw in range(self._config.training.steps_per_pack):
             if self.step.step >= (self._config.training.max_steps or math.inf):
@@ -270,17 +268,34 @@ class Trainer:
                 self.step.run_micro()
                 continue
             self.step.run()
+            if self._start is None:
+                self._start = self._first_step_done()
             if self.step.skipped_in_a_row >= self._config.training.max_skipped_steps:
                 raise Unstable(
                     f"pack {mine}, step {self.step.step}: {self.step.skipped_in_a_row} steps in a row with a "
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self.log_every_steps == 0:
-                meter.write(self.step, len(self.journal.trained), **self._heldout(meter))
+                meter.write(self.step, len(self.journal.trained), **self._heldout(meter), **self._start_facts())
         if not self.in_a_step:
             self.journal.finish(*self._open_packs)
             self._open_packs = []
         self._aim_at_the_time_limit()
+
+    def _first_step_done(self) -> dict[str, Any]:
+        """Say how long the start took, its first step included; what was handed over goes to disk from now on."""
+        if self.pack.features.is_cuda:
+            torch.cuda.synchronize(self.pack.features.device)
+        self._clock.ends("first_step")
+        self._saver.write_adopted()
+        facts = self._clock.result()
+        self._log("started", resumed=self._resumed_from or "anew", **facts)
+        return {"start": facts | {"handed_over": self._handed_over}}
+
+    def _start_facts(self) -> dict[str, Any]:
+        """What `_first_step_done` found, for the first line of metrics; nothing for later ones."""
+        facts, self._start = self._start or {}, {}
+        return facts
 
     def _heldout(self, meter: Meter) -> dict[str, float]:
         """Held-out accepted length, where it is due now (rank 0 measures); nothing else."""
@@ -303,8 +318,11 @@ class Trainer:
         """Begin to write a checkpoint; one that cannot be written is reported, and training goes on with older ones."""
         self._save_asked = False
         self._last_saved = self.step.step
-        if self._ranks.rank > 0:
-            return
+        if self._ranks.rank == 0:
+            self._saver.start(*self._all_of_it())
+
+    def _all_of_it(self) -> tuple[int, dict[str, Tensor], dict[str, Tensor], frozenset[int], dict[str, Any]]:
+        """What a checkpoint holds: step, weights, the rest of the state, trained packs, description."""
         config = self._config.model_dump(mode="json")
         meta = {
             "identity": self._identity,
@@ -320,11 +338,17 @@ class Trainer:
             "planned_steps": int(self.step.total_steps),
             "config": config,
         }
-        weights = self.step.drafter.state_dict()
-        self._saver.start(self.step.step, weights, self.step.state(), self.journal.trained, meta)
+        return self.step.step, self.step.drafter.state_dict(), self.step.state(), self.journal.trained, meta
 
-    def finish(self) -> None:
-        """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError."""
+    def finish(self, handing_over: bool = False) -> None:
+        """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError.
+
+        `handing_over`: leave the state in memory instead, if it can be (rank 0 decides) and training is not done.
+        """
+        if self._ranks.from_first(handing_over and not self.done and self._hand_over()):
+            self._ranks.barrier()
+            self.journal.close()
+            return
         path = self._saver.wait() or self._resumed_from
         if path is None or path.name != f"step-{self.step.step}":
             self.save()
@@ -343,6 +367,13 @@ class Trainer:
         self._ranks.barrier()  # so that final.json is there on every host before anyone leaves
         self.journal.close()
 
-    def _restore(self, saved: Checkpoint) -> None:
+    def _hand_over(self) -> bool:
+        return self._ranks.rank == 0 and self._saver.hand_over(*self._all_of_it(), self._run_dir)
+
+    def _restore(self, saved: Checkpoint | Handed | None) -> None:
+        if saved is None:
+            return
+        if isinstance(saved, Handed):
+            self._saver.adopt(saved)
         self.step.load(saved.drafter(), saved.state())
         self._log("resumed", step=saved.step, packs=len(saved.trained), path=str(saved.path))

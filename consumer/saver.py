@@ -2,6 +2,10 @@
 
 The copy goes into host memory of its own, kept from one checkpoint to the next and page-locked beside a GPU. A thread
 then checks, writes, hashes and renames, and clears old checkpoints away. One checkpoint is under way at a time.
+
+That memory lies in /dev/shm where there is room (shm_ring/handover.py): a drafter that leaves to be started again
+copies its state there, marks it complete, and its successor goes on from it and writes it to disk in the background.
+It is overwritten only when what it holds is on disk, or older than what a drafter that leaves puts in its place.
 """
 
 from __future__ import annotations
@@ -10,25 +14,67 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.run_files import from_ranges, to_ranges
 from consumer.checkpoint import CheckpointError, keep_newest, save_checkpoint
+from consumer.host_copy import copy_all
+from shm_ring.errors import NoSharedMemory
+from shm_ring.handover import OFFSET_DATA, Handover
 
 Say = Callable[..., None]
 """Called with an event and its values: a log."""
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What the life before left in memory; has what a Checkpoint has. The tensors are views of that memory."""
+
+    path: Path
+    step: int
+    trained: frozenset[int]
+    meta: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def drafter(self) -> dict[str, Tensor]:
+        """Return the drafter's weights by their public names."""
+        return _part(self.tensors, "d.")
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the rest of the training state."""
+        return _part(self.tensors, "s.")
+
+
+def read_handed(shared: Handover) -> Handed | None:
+    """Return what was left in memory and is complete; None where there is nothing."""
+    found = shared.read()
+    if found is None:
+        return None
+    step, meta = found
+    trained, places = from_ranges(meta.pop("trained")), meta.pop("tensors")
+    memory = _bytes_of(shared, meta.pop("data_bytes"))
+    tensors = {
+        name: _view(memory, at, getattr(torch, dtype), shape) for name, (at, dtype, shape) in places.items()
+    }  # fmt: skip
+    return Handed(Path(shared.path), step, trained, meta, tensors)
 
 
 class Saver:
-    """Writes checkpoints into `folder` and keeps the newest `keep`."""
+    """Writes checkpoints into `folder` and keeps the newest `keep`; `shared`: where a state can be handed over."""
 
-    def __init__(self, folder: Path, keep: int, say: Say) -> None:
-        self._folder, self._keep, self._say = folder, keep, say
+    def __init__(self, folder: Path, keep: int, say: Say, shared: Handover | None = None) -> None:
+        self._folder, self._keep, self._say, self._shared = folder, keep, say, shared
         self._buffers: dict[str, Tensor] = {}
         self._memory: Tensor | None = None
+        self._page_locked = self._lock_tried = False
+        self._handed: Handed | None = None
+        self._superseded = threading.Event()
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
 
@@ -48,21 +94,72 @@ class Saver:
         """Copy the tensors to the host and begin to write them; waits for a checkpoint that is still being written."""
         self.wait()
         began = time.monotonic()
-        copies = self._to_host({f"d.{name}": tensor for name, tensor in drafter.items()}
-                               | {f"s.{name}": tensor for name, tensor in state.items()})  # fmt: skip
-        parts = [{name[2:]: copy for name, copy in copies.items() if name.startswith(kind)} for kind in ("d.", "s.")]
-        stopped_s = time.monotonic() - began
-        self._saved = None
-        self._thread = threading.Thread(
-            target=self._write, args=(step, *parts, trained, meta, stopped_s), name="checkpoint"
-        )
-        self._thread.start()
+        tensors = _joined(drafter, state)
+        memory = self._memory_for(tensors)
+        if not self._lock_tried and any(tensor.is_cuda for tensor in tensors.values()):
+            self._lock_pages(memory)
+        self._fill(tensors)
+        self._begin(step, self._buffers, trained, meta, time.monotonic() - began)
+
+    def adopt(self, handed: Handed) -> None:
+        """Take over what the life before has left: `write_adopted`, or `wait`, begins to write it to disk."""
+        self._handed = handed
+
+    def write_adopted(self) -> None:
+        """Begin to write what was adopted, if anything still is to be."""
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            self._begin(handed.step, handed.tensors, handed.trained, handed.meta, 0.0)
 
     def wait(self) -> Path | None:
         """Wait for the checkpoint under way; returns the path of the latest one, None if it could not be written."""
+        self.write_adopted()
         if self._thread is not None:
             self._thread.join()
         return self._saved
+
+    def hand_over(
+        self,
+        step: int,
+        drafter: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        trained: frozenset[int],
+        meta: dict[str, Any],
+        run_dir: Path,
+    ) -> bool:
+        """Leave the state in memory for the next life, which writes it to disk; False: a checkpoint has to be written.
+
+        A checkpoint that is still being written is given up; leave the process without waiting for its thread.
+        """
+        began = time.monotonic()
+        tensors = _joined(drafter, state)
+        memory = self._memory_for(tensors)
+        if self._shared is None or not all(bool(torch.isfinite(tensor).all()) for tensor in drafter.values()):
+            return False
+        self._handed = None
+        self._superseded.set()  # before the first byte: half of both is never called complete
+        self._fill(tensors)
+        try:
+            facts = {"run_dir": str(run_dir.resolve()), "trained": to_ranges(trained), **self._places(memory)}
+            self._shared.finish(step, {**meta, **facts})
+        except NoSharedMemory as error:
+            self._say("hand-over", detail=f"{error}; a checkpoint is written to disk instead")
+            self.wait()
+            self._superseded.clear()
+            return False
+        self._say(
+            "handed over", step=step, packs=len(trained), path=self._shared.path, num_bytes=memory.numel(),
+            seconds=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+        return True
+
+    def _begin(
+        self, step: int, copies: Mapping[str, Tensor], trained: frozenset[int], meta: dict[str, Any], stopped_s: float
+    ) -> None:
+        self._saved = None
+        arguments = (step, _part(copies, "d."), _part(copies, "s."), trained, meta, stopped_s)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._thread.start()
 
     def _write(
         self,
@@ -75,7 +172,7 @@ class Saver:
     ) -> None:
         began = time.monotonic()
         try:
-            path = save_checkpoint(self._folder, step, drafter, state, trained, meta)
+            path = save_checkpoint(self._folder, step, drafter, state, trained, meta, self._superseded.is_set)
         except CheckpointError as error:
             self._say("checkpoint failed", detail=str(error))
             return
@@ -90,34 +187,73 @@ class Saver:
             self._say("checkpoint", detail=f"old ones in {self._folder} could not be removed: {error.strerror}")
 
     @torch.no_grad()
-    def _to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not self._buffers:
-            self._buffers = self._allocate(tensors)
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    def _fill(self, tensors: dict[str, Tensor]) -> None:
+        """Copy to the host."""
+        if self._shared is not None:
+            self._shared.begin()
+        if not self._page_locked:
+            copy_all([(self._buffers[name], tensor) for name, tensor in tensors.items()])
+            return
         for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return self._buffers
 
-    def _allocate(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One piece of host memory, page-locked beside a GPU, with a view for each tensor."""
+    def _memory_for(self, tensors: dict[str, Tensor]) -> Tensor:
+        """One piece of host memory, in /dev/shm if there is room, with a view for each tensor."""
+        if self._memory is not None:
+            return self._memory
         places, size = {}, 0
         for name, tensor in tensors.items():
             places[name] = size
-            size += -(-tensor.numel() * tensor.element_size() // 64) * 64
-        self._memory = torch.empty(max(size, 1), dtype=torch.uint8)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            began = time.monotonic()
-            code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
-            if code:
-                with contextlib.suppress(RuntimeError):  # takes back the error that would meet the next CUDA call
-                    torch.zeros(1, device="cuda")
-            seconds = round(time.monotonic() - began, 2)
-            self._say("checkpoint", host_bytes=size, page_locked=code == 0, seconds=seconds)
-        return {
-            name: self._memory[at : at + tensors[name].numel() * tensors[name].element_size()]
-            .view(tensors[name].dtype)
-            .view(tensors[name].shape)
-            for name, at in places.items()
+            size += -(-tensor.numel() * tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES
+        try:
+            memory = _bytes_of(self._shared, size) if self._shared is not None else None
+        except NoSharedMemory as error:
+            self._say("hand-over", detail=f"{error}; a restart of the drafter will go through the disk")
+            self._shared = memory = None
+        self._memory = torch.empty(max(size, 1), dtype=torch.uint8) if memory is None else memory
+        self._buffers = {
+            name: _view(self._memory, at, tensors[name].dtype, tensors[name].shape) for name, at in places.items()
         }
+        return self._memory
+
+    def _lock_pages(self, memory: Tensor) -> None:
+        self._lock_tried = True
+        began = time.monotonic()
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code:
+            with contextlib.suppress(RuntimeError):  # takes back the error that would meet the next CUDA call
+                torch.zeros(1, device="cuda")
+        self._page_locked = code == 0
+        seconds = round(time.monotonic() - began, 2)
+        self._say("checkpoint", host_bytes=memory.numel(), page_locked=code == 0, seconds=seconds)
+
+    def _places(self, memory: Tensor) -> dict[str, Any]:
+        """Where in the memory each tensor lies, for the next life."""
+        return {
+            "data_bytes": memory.numel(),
+            "tensors": {
+                name: (view.data_ptr() - memory.data_ptr(), str(view.dtype).removeprefix("torch."), list(view.shape))
+                for name, view in self._buffers.items()
+            },
+        }
+
+
+def _joined(drafter: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    named = {f"d.{name}": tensor for name, tensor in drafter.items()}
+    return named | {f"s.{name}": tensor for name, tensor in state.items()}
+
+
+def _part(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    return {name[2:]: tensor for name, tensor in tensors.items() if name.startswith(kind)}
+
+
+def _bytes_of(shared: Handover, num_bytes: int) -> Tensor:
+    """Map the shared memory; raises NoSharedMemory."""
+    return torch.frombuffer(shared.map(num_bytes), dtype=torch.uint8, offset=OFFSET_DATA, count=max(num_bytes, 1))
+
+
+def _view(memory: Tensor, at: int, dtype: torch.dtype, shape: Any) -> Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return memory[at : at + num_bytes].view(dtype).view(shape)

@@ -78,9 +78,18 @@ def check_memory(config: Config, plan: dict[str, Any], device: torch.device, log
     require(found, free_bytes, str(device))
 
 
-def make_drafter(config: Config, plan: dict[str, Any], device: torch.device, log: Log) -> Drafter:
-    """Build the drafter with its initial weights, in float32. Raises ConfigError, HeadError, ValueError."""
-    drafter = Drafter(drafter_shape(config.drafter, plan["target"], plan["draft_vocab"]))
+def make_drafter(
+    config: Config, plan: dict[str, Any], device: torch.device, log: Log, weights_follow: bool = False
+) -> Drafter:
+    """Build the drafter with its initial weights, in float32. Raises ConfigError, HeadError, ValueError.
+
+    `weights_follow`: they come from elsewhere, so nothing is read or drawn for them.
+    """
+    shape = drafter_shape(config.drafter, plan["target"], plan["draft_vocab"])
+    if weights_follow:
+        with device:
+            return Drafter(shape)
+    drafter = Drafter(shape)
     drafter.reset_parameters(torch.Generator().manual_seed(config.run.seed))
     if config.drafter.init_from is not None:
         taps = tuple(plan["target"]["target_layer_ids"])

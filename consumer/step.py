@@ -22,6 +22,7 @@ from consumer.attention import dense_attention, document_attention
 from consumer.drafter import Attend, Drafter, DrafterShape
 from consumer.flat import FlatWeights
 from consumer.frozen_head import FrozenHead
+from consumer.host_copy import copy_all
 from consumer.loss import LossRule, LossTerms, default_gamma, head_loss
 from consumer.optimizer import AdamW, AdamWRule, Control, Muon, set_clip
 from consumer.schedule import Schedule
@@ -289,15 +290,18 @@ class TrainStep:
         Moments that the saved run did not have (another optimizer) start at zero; masters that it did not have are
         its weights.
         """
-        for name, view in self.flat.named_views(self.flat.masters).items():
-            view.copy_(state.get(f"master.{name}", drafter[name]))
-        self.flat.refresh()
+        masters = self.flat.named_views(self.flat.masters).items()
+        pairs = [(view, state.get(f"master.{name}", drafter[name])) for name, view in masters]
         for prefix, views in self._state_views().items():
             if prefix == "master":
                 continue
             for name, view in views.items():
                 saved = state.get(f"{prefix}.{name}")
-                view.zero_() if saved is None else view.copy_(saved)
+                pairs += [] if saved is None else [(view, saved)]
+                if saved is None:
+                    view.zero_()
+        copy_all(pairs)
+        self.flat.refresh()
         for counter, name in ((self.number, "step"), (self.updates, "updates"), (self.seed, "seed")):
             counter.copy_(state[name])
         self.step = int(state["step"])

@@ -149,8 +149,11 @@ class Child:
             return self.reply.get("state") == "finished"
         return (self.run_dir / FINAL_FILE).exists()
 
-    def ask_to_stop(self, limit_s: float) -> None:
-        """Ask for a graceful stop by control, else by SIGTERM; to be killed after `limit_s`."""
+    def ask_to_stop(self, limit_s: float, restart: bool = False) -> None:
+        """Ask for a graceful stop by control, else by SIGTERM; to be killed after `limit_s`.
+
+        `restart`: it is started again at once, so its state may stay in memory.
+        """
         if self._process is None:
             if self.state not in (FINISHED, STOPPED):
                 self.state = STOPPED
@@ -159,7 +162,7 @@ class Child:
             self.kill_at = time.monotonic() + limit_s
         self.state = STOPPING
         try:
-            ask(self.socket, "stop", _STOP_ACK_S)
+            ask(self.socket, "stop", _STOP_ACK_S, restart=restart)
         except OpsError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)  # Popen's own would reap a process that has just left

@@ -27,6 +27,8 @@ ORPHAN_LIMIT_S = 8.0
 EXIT_PEER_DIED = 4
 LAUNCHER_ENV = "DFLASH_LAUNCHER"
 """Environment variable "pid:start" that the launcher gives its children; without it nothing is watched."""
+RESTART = "restart"
+"""Stop reason of a process that is started again at once, on this host."""
 READY_STATES = ("ready", "running", "finished")
 _PR_SET_PDEATHSIG = 1
 _PAUSE_POLL_S = 0.2
@@ -39,7 +41,7 @@ class Control:
         self.settings: dict[str, Any] = {}
         """Live settings by their configuration name, for example {"training.log_every_steps": 5}."""
         self.stop_reason = ""
-        """Why the process should stop: "asked", "signal" or "launcher died"; empty while it should not."""
+        """Why the process should stop: "asked", RESTART, "signal" or "launcher died"; empty while it should not."""
         self._identity = {"role": role, "rank": rank, "pid": os.getpid(), "started": round(time.time(), 3)}
         self._state: dict[str, Any] = {"state": "starting"}
         self._stopping = False  # a plain flag: a signal handler must take no lock
@@ -102,7 +104,7 @@ class Control:
 
     def stop(self, reason: str = "asked") -> None:
         """Ask the process to stop, as `stop` from outside does; may be called again."""
-        if not self.stopping:
+        if not self.stopping or self.stop_reason == RESTART:  # nobody may come after it any more
             self.stop_reason = reason
         self._stopping = True
 
@@ -121,7 +123,7 @@ class Control:
 
     def _handle(self, request: Request) -> dict[str, Any]:
         if request.command == "stop":
-            self.stop()
+            self.stop(RESTART if request.args.get(RESTART) else "asked")
         elif request.command == "pause":
             self._running.clear()
         elif request.command == "resume":

@@ -1,20 +1,30 @@
-"""The run's shared memory: one ring per producer and the board, made before and removed after everything else.
+"""The run's shared memory: a ring per producer, the board, and room for a drafter's state between two of its lives;
+made before and removed after everything else.
 
 Left-overs of a crashed launch of the same name are removed, not resumed: any producer can make any pack again, and the
-journal says which are trained, so all that is lost is the extraction of at most num_slots packs.
+journal says which are trained, so all that is lost is the extraction of at most num_slots packs. A drafter's state that
+was left for a next life which never came is kept if no checkpoint on disk is as new: the next launch goes on from it.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
+from configs.resume import handover_fault
+from configs.run_files import newest_step
 from ops.errors import RunTaken
 from shm_ring import Board, Ring, SlotSpec, ring_name
 from shm_ring.errors import RingMissing
+from shm_ring.handover import Handover
+from shm_ring.names import state_name
+from shm_ring.ring import clean_segments
+
+Say = Callable[[str], None]
 
 _LEAVE_S = 12.0
 _POLL_S = 0.1
@@ -48,12 +58,12 @@ class Rings:
         self._undo.close()
 
 
-def clean_left_overs(run: str, say: Callable[[str], None], stopping: Callable[[], bool] = lambda: False) -> None:
+def clean_left_overs(run_dir: Path, say: Say, stopping: Callable[[], bool] = lambda: False) -> None:
     """Remove the segments of a crashed launch of this run; its orphans get some seconds to leave.
 
     Raises RunTaken with the pids of processes that still use them.
     """
-    give_up = time.monotonic() + _LEAVE_S
+    give_up, run = time.monotonic() + _LEAVE_S, run_dir.name
     while True:
         found = Ring.clean_run(run)
         removed = [name for name, what in found if what == "removed"]
@@ -61,12 +71,39 @@ def clean_left_overs(run: str, say: Callable[[str], None], stopping: Callable[[]
         if removed:
             say(f"removed {len(removed)} left-over segments of an earlier launch: {', '.join(removed)}")
         if not live:
-            return
+            break
         if time.monotonic() > give_up or stopping():
             raise RunTaken(
                 f"processes of an earlier launch of run {run!r} are still there: {'; '.join(live)}; end them"
             )
         time.sleep(_POLL_S)
+    state = Handover.open(run)
+    if state is not None:
+        if not _is_wanted(state, run_dir, say):
+            clean_segments([state_name(run)])
+        state.close()
+
+
+@contextmanager
+def room_for_state(run_dir: Path, say: Say) -> Iterator[None]:
+    """Keep a file in /dev/shm, empty at first, in which a drafter can leave its state; raises RingLive."""
+    state = Handover.create(run_dir.name)
+    try:
+        yield
+    finally:
+        if not _is_wanted(state, run_dir, say):
+            state.remove()
+        state.close()
+
+
+def _is_wanted(state: Handover, run_dir: Path, say: Say) -> bool:
+    """Whether the run would go back to an older step without this; said if so."""
+    found = state.read()
+    if found is None or found[0] <= newest_step(run_dir) or handover_fault(run_dir, *found):
+        return False
+    say(f"a drafter's state, step {found[0]}, is in {state.path} and not on disk: kept for this run's next drafter "
+        "('python launch.py clean' would remove it)")  # fmt: skip
+    return True
 
 
 def _remove(segment: Ring | Board) -> None:

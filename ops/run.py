@@ -24,12 +24,13 @@ from ops.commander import Commander, for_others
 from ops.control import set_title
 from ops.devices import Map, find_gpus, place
 from ops.errors import ChildFailed
+from ops.feed import Feed
 from ops.hosts import HostPlace, JoinedHosts, OneHost, plan_digest
 from ops.live import side_lines
 from ops.metrics_reader import MetricsReader
 from ops.output import Output
 from ops.paths import DRAFTER, LAUNCHER, TARGET, log_path, runtime_dir
-from ops.rings import Rings, clean_left_overs
+from ops.rings import Rings, clean_left_overs, room_for_state
 from ops.run_folder import claim, set_results_aside, write_config
 from ops.stage import Interrupted, run_stage
 from ops.summary import end_table, make_summary, write_summary
@@ -145,13 +146,14 @@ class Launch:
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, runtime_dir(self.run_dir), ignore_errors=True)
             self.out.say(f"run {self.config.run.name}: {self.run_dir}, launcher pid {os.getpid()}")
-            clean_left_overs(self.config.run.name, self.out.say, lambda: self.interrupts.asked)
+            clean_left_overs(self.run_dir, self.out.say, lambda: self.interrupts.asked)
             if not prepare_only:
                 set_results_aside(self.run_dir)
             write_config(self.run_dir, self.config)
             end_last_line(self.run_dir)
             self.commander.start()
             stack.callback(self.commander.close)
+            stack.callback(Feed(self.run_dir).close)
             stack.enter_context(self._joined())
             for warning in self.places.warnings:
                 self.out.warn(warning)
@@ -231,8 +233,9 @@ class Launch:
         spec = SlotSpec.from_json(read_plan(self.run_dir)["slot_spec"])
         num_rings = len(self.places.of(TARGET))
         first = self.hosts.fleet.first_target
-        with Rings(self.config.run.name, spec, num_rings, self.config.ring.num_slots, first) as rings:
-            self.out.say(f"{num_rings} ring(s) of {self.config.ring.num_slots} slots, {rings.nbytes / 1e6:,.1f} MB")
+        slots, name = self.config.ring.num_slots, self.config.run.name
+        with Rings(name, spec, num_rings, slots, first) as rings, room_for_state(self.run_dir, self.out.say):
+            self.out.say(f"{num_rings} ring(s) of {slots} slots, {rings.nbytes / 1e6:,.1f} MB")
             supervisor = Supervisor(self.config, self.run_dir, self.places, self.modules, self.out, self.hosts)
             self.commander.watch(supervisor, rings.rings)
             self.commander.state = "starting"

@@ -288,7 +288,7 @@ class Supervisor:
             child.state = WAITING
             return
         child.restart_asked = True
-        child.ask_to_stop(self.config.supervisor.stop_timeout_s)
+        child.ask_to_stop(self.config.supervisor.stop_timeout_s, restart=True)
 
     def _begin_restarts(self) -> None:
         with self._wanted_lock:

@@ -34,6 +34,7 @@ assert sys.byteorder == "little", "the ring's layout is little-endian and so mus
 
 MAGIC_RING = int.from_bytes(b"SHMRING\x01", "little")
 MAGIC_BOARD = int.from_bytes(b"SHMBORD\x01", "little")
+MAGIC_STATE = int.from_bytes(b"SHMSTAT\x01", "little")  # of a file of its own: handover.py
 LAYOUT_VERSION = 1
 MAX_SLOTS = 256
 MAX_CONSUMERS = 48

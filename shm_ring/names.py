@@ -14,7 +14,7 @@ PREFIX = "/dflash."
 
 _RUN = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_RUN_CHARS}}}", re.ASCII)
 _NAME = re.compile(rf"/[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}", re.ASCII)
-OURS = re.compile(r"/dflash\.[A-Za-z0-9_.-]+\.(r[0-9]+|board)", re.ASCII)
+OURS = re.compile(r"/dflash\.[A-Za-z0-9_.-]+\.(r[0-9]+|board|state)", re.ASCII)
 
 
 def check_run(run: str) -> str:
@@ -37,6 +37,11 @@ def board_name(run: str) -> str:
     return f"{PREFIX}{check_run(run)}.board"
 
 
+def state_name(run: str) -> str:
+    """Return the name of what a run's drafters leave for their successors; it is no segment (handover.py)."""
+    return f"{PREFIX}{check_run(run)}.state"
+
+
 def check_name(name: str) -> str:
     """Return `name` with its leading slash, or raise RingName."""
     full = name if name.startswith("/") else f"/{name}"
@@ -55,6 +60,6 @@ def find_segments(prefix: str = PREFIX) -> list[str]:
 
 
 def segments_of_run(run: str) -> list[str]:
-    """Return the existing segments of exactly this run (a run called `a` does not own those of `a.b`)."""
+    """Return the rings and the board of exactly this run (a run called `a` does not own those of `a.b`)."""
     own = re.compile(re.escape(f"{PREFIX}{check_run(run)}") + r"\.(r[0-9]+|board)")
     return [name for name in find_segments(f"{PREFIX}{run}.") if own.fullmatch(name)]

@@ -192,4 +192,5 @@ def _is_ours(fd: int, name: str) -> bool:
     if os.fstat(fd).st_uid != os.geteuid():
         return False
     magic = int.from_bytes(os.pread(fd, 8, 0), "little")
-    return magic in (layout.MAGIC_RING, layout.MAGIC_BOARD) or (magic == 0 and OURS.fullmatch(name) is not None)
+    known = magic in (layout.MAGIC_RING, layout.MAGIC_BOARD, layout.MAGIC_STATE)
+    return known or (magic == 0 and OURS.fullmatch(name) is not None)
