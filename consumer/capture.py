@@ -10,6 +10,7 @@ tensors of the TrainStep, which never move: packs are copied into them, checkpoi
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -44,13 +45,14 @@ def prepare(
     say: Say,
     attention: Literal["auto", "flex", "intervals"] = "auto",
     tune: bool = True,
+    memory: Path | None = None,
 ) -> bool:
     """Make `step.run` fast on its GPU; returns whether it replays a graph. Weights and counters stay as they are.
 
     With compile_parts the pieces between the products and the attention become kernels, one by one (seconds, not
     minutes), `attention` is taken ("auto": attention_choice.py), and with `tune` the algorithms of the large bfloat16
-    products are measured (products.py); without, attention is dense and takes Q x (T + Q) memory. `say` hears of what
-    did not work.
+    products are measured (products.py), or known from the folder `memory`; without, attention is dense and takes
+    Q x (T + Q) memory. `say` hears of what did not work.
     """
     step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
@@ -59,8 +61,9 @@ def prepare(
         step.drafter.pieces = fast_pieces(step.shape.head_dim)
         choice = choose(step, attention, say)
         step.attention, step.attention_note = choice.make, choice.name
+        products = memory / "products.json" if memory else None
         if tune and step.flat.weights.dtype == torch.bfloat16:
-            found = each_size(step, lambda: _trial(step, lambda: tuned(step.on_device, say)))
+            found = each_size(step, lambda: _trial(step, lambda: tuned(step.on_device, say, products)))
             step.tuned_products = max(found.values())
     if not cuda_graph:
         return False

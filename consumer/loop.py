@@ -36,7 +36,7 @@ from consumer.journal import Journal, begin_generation
 from consumer.meter import Meter
 from consumer.resume import find_saved, identity_of
 from consumer.saver import Handed, Saver
-from consumer.selfcheck import self_check
+from consumer.selfcheck import facts_of_check, note_passed, self_check, was_passed
 from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
 from consumer.start_clock import StartClock
@@ -207,9 +207,9 @@ class Trainer:
     def _speed_up(self, config: Config, log: Log) -> None:
         """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
         say: Callable[[str], None] = lambda line: log("capture", detail=line)  # noqa: E731
-        captured = prepare(self.step, config.training.compile, config.training.cuda_graph, say)
-        claims = each_size(self.step, lambda: self_check(self.step, SELF_CHECK_TOLERANCE))
-        wrong = [claim for found in claims.values() for claim in found]
+        training, memory = config.training, self._run_dir / "compile_cache"
+        captured = prepare(self.step, training.compile, training.cuda_graph, say, memory=memory)
+        wrong = self._check_step(memory / "self_check")
         for claim in wrong:
             log("start-up check failed", claim=claim)
         if wrong:
@@ -218,6 +218,19 @@ class Trainer:
             "step", captured=captured and not wrong, attention=self.step.attention_note or "dense",
             products_measured=self.step.tuned_products,
         )  # fmt: skip
+
+    def _check_step(self, mark: Path) -> list[str]:
+        """Return the claims that failed; after a hand-over a check that was passed with the same facts stands."""
+        ranks, facts = self._ranks, facts_of_check(self._config, self._plan, self._ranks.world)
+        stands = ranks.from_first(self._handed_over) and was_passed(mark, facts)
+        if ranks.largest(int(not stands)) == 0:  # all or none: the step that is checked may wait for every rank
+            self._log("start-up check", detail="passed before with this code, configuration and GPU; not repeated")
+            return []
+        claims = each_size(self.step, lambda: self_check(self.step, SELF_CHECK_TOLERANCE))
+        wrong = [claim for found in claims.values() for claim in found]
+        if not wrong and ranks.local_rank == 0:
+            note_passed(mark, facts)
+        return wrong
 
     @property
     def train_seconds(self) -> float:

@@ -4,7 +4,8 @@ cuBLAS picks an algorithm by a rule made for a cool chip. A drafter's step is pr
 runs at the chip's power limit (H200: 700 W, 1.3-1.6 of 1.98 GHz), where other algorithms that spend less energy are
 4-8 % faster. `tuned` notes the products of one step, then measures cuBLASLt's own proposals for each large one: first
 in short bursts, then the best few in bursts long enough to be throttled for what they spend. Nothing else changes: same
-type, same float32 accumulation. Whatever does not work leaves torch.mm in place.
+type, same float32 accumulation. Whatever does not work leaves torch.mm in place. What was measured is remembered in a
+file, for the same GPU and cuBLASLt, so that a restart checks the results but measures nothing.
 
 Needs torch's own libcublasLt, reached through its C interface (stable since CUDA 11). Source: NVIDIA cuBLAS
 documentation, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
@@ -13,7 +14,9 @@ Shapes: products [M, K] x [K, N], row-major or transposed views.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from configs.run_files import write_atomically
 
 LEAST_FLOP = 4e11
 PROPOSALS, FINALISTS = 8, 3
@@ -30,6 +35,8 @@ _BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32 = 14, 0, 68
 _TRANSPOSE_A, _TRANSPOSE_B = 3, 4
 _MAX_WORKSPACE, _MIN_ALIGNMENT = 1, (5, 6, 7, 8)
 _RESULT_BYTES = 96
+_ALGORITHM = ctypes.c_uint64 * 8
+"""cublasLtMatmulAlgo_t: opaque, may be stored and used again with the same version of the library."""
 
 
 class Product(NamedTuple):
@@ -62,19 +69,22 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False)
     if (_plans or _recording) and a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
         result = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
         product = _product_of(a, b, result, add)
+        if _recording and product is not None:
+            _seen[product] = _seen.get(product, 0) + 1
         plan = _plans.get(product) if product is not None else None
         if plan is not None:
             plan.run(a, b, result)
             return result
-        if _recording and product is not None:
-            _seen[product] = _seen.get(product, 0) + 1
     if add and out is not None:
         return out.addmm_(a, b)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
-def tuned(one_step: Callable[[], None], say: Callable[[str], None]) -> int:
-    """Run `one_step`, measure the algorithms of its large products and use the best from now on; returns how many."""
+def tuned(one_step: Callable[[], None], say: Callable[[str], None], memory: Path | None = None) -> int:
+    """Run `one_step`, measure the algorithms of its large products and use the best from now on; returns how many.
+
+    `memory`: a file of what was measured before; what is not in it is measured and added.
+    """
     _seen.clear()
     _recording.append(True)
     try:
@@ -84,10 +94,13 @@ def tuned(one_step: Callable[[], None], say: Callable[[str], None]) -> int:
     wanted = [product for product in _seen if product.flop >= LEAST_FLOP and product not in _plans]
     try:
         library = _Library()
+        known = Remembered.read(memory, library.made_for)
         for product in wanted:
-            best = _fastest(library, product)
+            best = _recalled(library, product, known) or _fastest(library, product)
             if best is not None:
                 _plans[product] = best
+        if memory is not None and any(product not in known.products for product in _plans):
+            Remembered(library.made_for, {each: plan.remembered for each, plan in _plans.items()}).write(memory)
     except Exception as error:  # another cuBLAS, no memory for the trial: torch.mm does as well
         say(f"products are left to torch.mm: {(str(error) or repr(error)).splitlines()[0]}")
     return len([product for product in _seen if product in _plans])
@@ -125,6 +138,30 @@ def _product_of(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product | None:
     return Product(m, n, k, a_transposed, b_transposed, a_stride, b_stride, out.stride(0), add, alignment)
 
 
+class Remembered(NamedTuple):
+    """What was measured: for which GPU and library, and each product's algorithm with its milliseconds."""
+
+    made_for: str
+    products: dict[Product, tuple[str, float, float]]
+
+    @classmethod
+    def read(cls, path: Path | None, made_for: str) -> Remembered:
+        """Read a file; nothing is remembered where there is none, where it is torn, or made for something else."""
+        try:
+            raw = json.loads(path.read_text()) if path is not None else {}
+            listed = raw["products"] if raw.get("made_for") == made_for else []
+            return cls(made_for, {Product(*product): (str(text), first, best) for product, text, first, best in listed})
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls(made_for, {})
+
+    def write(self, path: Path) -> None:
+        """Replace the file; one that cannot be written costs a measurement later."""
+        listed = [[list(product), *values] for product, values in self.products.items()]
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"made_for": self.made_for, "products": listed}))
+
+
 class _Library:
     """cuBLASLt as torch has loaded it. Raises RuntimeError where a call fails."""
 
@@ -137,6 +174,8 @@ class _Library:
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
+        self.calls.cublasLtGetVersion.restype = ctypes.c_size_t
+        self.made_for = f"{torch.cuda.get_device_name()}, cuBLASLt {self.calls.cublasLtGetVersion()}"
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function that returns a status."""
@@ -178,10 +217,15 @@ class _Plan:
             )
         ]  # fmt: skip
         self._one, self._keep = ctypes.c_float(1.0), ctypes.c_float(float(product.add))
-        self.algorithm: object = None
+        self.algorithm: ctypes.Array[ctypes.c_uint64] | None = None
         self.first_ms = self.best_ms = math.nan
 
-    def proposals(self) -> list[object]:
+    @property
+    def remembered(self) -> tuple[str, float, float]:
+        """What a later start needs of it."""
+        return bytes(self.algorithm or b"").hex(), self.first_ms, self.best_ms
+
+    def proposals(self) -> list[ctypes.Array[ctypes.c_uint64]]:
         """Ask for algorithms, best first by cuBLAS's own rule."""
         library, count = self.library, ctypes.c_int()
         preference = library.made("cublasLtMatmulPreferenceCreate")
@@ -190,13 +234,13 @@ class _Plan:
             *((side, ctypes.c_uint32(self.product.alignment)) for side in _MIN_ALIGNMENT),
         ):
             library.set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
-        self._results = (ctypes.c_char * (_RESULT_BYTES * PROPOSALS))()
+        results = (ctypes.c_char * (_RESULT_BYTES * PROPOSALS))()
         first, second, out = self.layouts
         library.call(
             "cublasLtMatmulAlgoGetHeuristic", library.handle, self.description, first, second, out, out, preference,
-            PROPOSALS, self._results, ctypes.byref(count),
+            PROPOSALS, results, ctypes.byref(count),
         )  # fmt: skip
-        return [ctypes.byref(self._results, _RESULT_BYTES * index) for index in range(count.value)]
+        return [_ALGORITHM.from_buffer_copy(results, _RESULT_BYTES * index) for index in range(count.value)]
 
     def run(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Do the product on the current stream."""
@@ -212,11 +256,9 @@ class _Plan:
 def _fastest(library: _Library, product: Product) -> _Plan | None:
     """Measure the proposals for a product on random data; None where none gives what torch.mm gives."""
     a, b, out = _made_up(product)
-    some = slice(None, None, max(1, product.m // 64))  # rows from all over; whole results in float32 take gigabytes
-    wanted = torch.mm(a[some], b).float()
     plan = _Plan(library, product)
 
-    def took_ms(algorithm: object, burst_ms: float) -> float:
+    def took_ms(algorithm: ctypes.Array[ctypes.c_uint64], burst_ms: float) -> float:
         plan.algorithm = algorithm
         plan.run(a, b, out)
         runs = max(1, round(burst_ms / (product.flop / 7e11)))
@@ -228,13 +270,7 @@ def _fastest(library: _Library, product: Product) -> _Plan | None:
         end.synchronize()
         return float(start.elapsed_time(end)) / runs
 
-    right = []
-    for algorithm in plan.proposals():
-        plan.algorithm = algorithm
-        out.zero_()
-        plan.run(a, b, out)
-        if float((out[some].float() - wanted).norm()) <= 1e-2 * float(wanted.norm()):
-            right.append(algorithm)
+    right = _right(plan, plan.proposals(), a, b, out)
     if not right:
         return None
     short = [(took_ms(algorithm, SHORT_MS), place) for place, algorithm in enumerate(right)]
@@ -244,6 +280,34 @@ def _fastest(library: _Library, product: Product) -> _Plan | None:
     best = min(finalists, key=lambda place: mean_ms[place])
     plan.first_ms, plan.best_ms, plan.algorithm = mean_ms[0], mean_ms[best], right[best]
     return plan
+
+
+def _recalled(library: _Library, product: Product, known: Remembered) -> _Plan | None:
+    """Return a remembered algorithm; None where there is none, or where it does not give what torch.mm gives."""
+    text, first_ms, best_ms = known.products.get(product, ("", math.nan, math.nan))
+    if len(text) != 2 * ctypes.sizeof(_ALGORITHM):
+        return None
+    plan = _Plan(library, product)
+    right = _right(plan, [_ALGORITHM.from_buffer_copy(bytes.fromhex(text))], *_made_up(product))
+    if not right:
+        return None
+    plan.algorithm, plan.first_ms, plan.best_ms = right[0], first_ms, best_ms
+    return plan
+
+
+def _right(
+    plan: _Plan, algorithms: list[ctypes.Array[ctypes.c_uint64]], a: Tensor, b: Tensor, out: Tensor
+) -> list[ctypes.Array[ctypes.c_uint64]]:
+    """Return those algorithms that give what torch.mm gives."""
+    some = slice(None, None, max(1, plan.product.m // 64))  # from all over; whole results in float32 take gigabytes
+    wanted, right = torch.mm(a[some], b).float(), []
+    for algorithm in algorithms:
+        plan.algorithm = algorithm
+        out.zero_()
+        plan.run(a, b, out)
+        if float((out[some].float() - wanted).norm()) <= 1e-2 * float(wanted.norm()):
+            right.append(algorithm)
+    return right
 
 
 def _made_up(product: Product) -> tuple[Tensor, Tensor, Tensor]:

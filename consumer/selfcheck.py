@@ -7,12 +7,19 @@ than their eager twin.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.run_files import write_atomically
+from configs.schema import Config
 from consumer.step import TrainStep
 
 STEPS = 3
@@ -42,6 +49,34 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
     finally:
         for tensor, value in saved:
             tensor.copy_(value)
+
+
+def facts_of_check(config: Config, plan: Mapping[str, Any], world: int) -> str:
+    """Digest of everything that the outcome depends on: this package's code, configuration, shapes, torch, GPU."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    shapes = {key: plan[key] for key in ("target", "slot_spec")}
+    shapes["draft_vocab"] = len(plan["draft_vocab"] or ())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    facts = [config.model_dump(mode="json"), shapes, world, torch.__version__, gpu]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def was_passed(mark: Path, facts: str) -> bool:
+    """Whether the check was passed with the same facts before."""
+    try:
+        return mark.read_text() == facts
+    except OSError:
+        return False
+
+
+def note_passed(mark: Path, facts: str) -> None:
+    """Note that it was; a file that cannot be written costs a check later."""
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(mark, facts)
 
 
 def _claims(step: TrainStep, tolerance: float, restore: Callable[[], None]) -> list[tuple[str, bool]]:
