@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shm_ring.names import segments_of_run
+from shm_ring.names import SHM_DIR, segments_of_run, state_name
 from tests.helpers.tiny_target import save_target, write_chats
 
 REPOSITORY = Path(__file__).parents[2]
@@ -92,6 +92,7 @@ class Tiny:
 
     def assert_nothing_left(self) -> None:
         assert segments_of_run(self.name) == []
+        assert not Path(SHM_DIR + state_name(self.name)).exists()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consumer.products import Product, _product_of, measured, multiply
+from consumer.products import Product, Remembered, _product_of, measured, multiply
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -50,3 +50,15 @@ def test_other_strides_are_left_to_torch():
     every_second = random(30, 80)[:, ::2]
     assert _product_of(every_second, random(40, 20), random(30, 20), False) is None
     assert _product_of(random(30, 40), random(40, 20), random(20, 30).t(), False) is None
+
+
+def test_what_was_measured_is_remembered_for_the_same_gpu_and_library_only(tmp_path):
+    path = tmp_path / "compile_cache" / "products.json"
+    product = Product(8192, 5120, 25600, False, True, 25600, 25600, 5120, False, 256)
+    algorithm = bytes(range(64)).hex()
+    assert Remembered.read(path, "H200, cuBLASLt 130100").products == {}
+    Remembered("H200, cuBLASLt 130100", {product: (algorithm, 2.5, 2.25)}).write(path)
+    assert Remembered.read(path, "H200, cuBLASLt 130100").products == {product: (algorithm, 2.5, 2.25)}
+    assert Remembered.read(path, "H200, cuBLASLt 130200").products == {}
+    path.write_text(path.read_text()[:-20])
+    assert Remembered.read(path, "H200, cuBLASLt 130100").products == {}
