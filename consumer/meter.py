@@ -34,9 +34,12 @@ def phases_of(device: torch.device) -> Phases:
 class Meter:
     """Writes one line of metrics every few steps; rates are over the time since the line before."""
 
-    def __init__(self, metrics: Metrics, control: Control, rings: list[Ring], phases: Phases, ranks: Ranks) -> None:
-        """`phases`: what the process tells which of PHASES it enters."""
-        self.phases = phases
+    def __init__(
+        self, metrics: Metrics, control: Control, rings: list[Ring], device: torch.device, ranks: Ranks
+    ) -> None:
+        """`device`: whose time is accounted for."""
+        self.phases = phases_of(device)
+        """Told which of PHASES the process enters."""
         self._metrics, self._control, self._rings, self._ranks = metrics, control, rings, ranks
         self._phases = tuple(phase for phase in PHASES if phase != "peers" or ranks.world > 1)
         self._tokens = 0

@@ -1,7 +1,7 @@
 """Show a run's metrics elsewhere: TensorBoard, Weights & Biases, Prometheus, behind one small interface.
 
-An exporter reads metrics.jsonl like the dashboard does, in a process of its own (`launch.py telemetry`): the run knows
-nothing of it, and it may come and go. TensorBoard and W&B need their packages; Prometheus needs none.
+An exporter listens to the run's metrics like the dashboard does, in a process of its own (`launch.py telemetry`): the
+run knows nothing of it, and it may come and go. TensorBoard and W&B need their packages; Prometheus needs none.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
 from ops.errors import NoResource
+from ops.feed import Listener
 from ops.metrics_reader import MetricsReader
 from ops.run_folder import launcher_pid
 
@@ -130,7 +130,8 @@ class Prometheus:
 
 def export(run_dir: Path, exporters: Sequence[Exporter]) -> int:
     """Feed every line of the run, old ones first, until the run ends; returns how many there were."""
-    reader = MetricsReader(run_dir, start=0, history=1)
+    listener = Listener(run_dir)
+    reader = MetricsReader(run_dir, start=0, history=1, listener=listener)
     count = 0
     try:
         while True:
@@ -141,8 +142,9 @@ def export(run_dir: Path, exporters: Sequence[Exporter]) -> int:
                     exporter.write(record)
             if not alive:
                 return count
-            time.sleep(POLL_S)
+            listener.wait(POLL_S)
     finally:
+        listener.close()
         for exporter in exporters:
             exporter.close()
 

@@ -1,15 +1,22 @@
-"""Follow a run's metrics.jsonl: the latest line, a short history and running means of each process."""
+"""Follow a run's metrics.jsonl: the latest line, a short history and running means of each process.
+
+With a listener new lines come as messages (ops/feed.py); the file is read at the beginning, after a gap, and once in a
+while, since a run whose launcher is gone publishes nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ops.feed import Listener
 from ops.telemetry import METRICS_FILE
 
+LOOK_EVERY_S = 1.0
 HISTORY = 600
 _CHUNK = 1 << 20
 _NUMBERS = ("time", "step")
@@ -19,8 +26,11 @@ Key = tuple[str, int]
 class MetricsReader:
     """Reads what was appended since the last poll(); torn lines are skipped, an unfinished one waits for its end."""
 
-    def __init__(self, run_dir: Path, start: int | None = None, history: int = HISTORY) -> None:
-        """Begin at byte `start` of the file; None: at most the last MiB of what is there."""
+    def __init__(
+        self, run_dir: Path, start: int | None = None, history: int = HISTORY, listener: Listener | None = None
+    ) -> None:
+        """Begin at byte `start`; None: at most the last MiB of what is there. The caller closes `listener`."""
+        self._listener, self._look_at_s = listener, 0.0
         self.path = run_dir / METRICS_FILE
         size = self.path.stat().st_size if self.path.exists() else 0
         self._at = max(0, size - _CHUNK) if start is None else start
@@ -38,7 +48,7 @@ class MetricsReader:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Read new lines one by one."""
-        for record in self._new_records():
+        for record in self._from_file() if self._listener is None else self._heard(self._listener):
             self._add((record["role"], record["rank"]), record)
             yield record
 
@@ -67,7 +77,18 @@ class MetricsReader:
         self.latest[key] = record
         self.series.setdefault(key, deque(maxlen=self._history)).append(record)
 
-    def _new_records(self) -> Iterator[dict[str, Any]]:
+    def _heard(self, listener: Listener) -> Iterator[dict[str, Any]]:
+        messages = listener.receive()
+        if time.monotonic() >= self._look_at_s:
+            yield from self._from_file()
+        for message in messages:
+            if message.is_greeting or message.start > self._at:
+                yield from self._from_file()
+            elif message.start == self._at:
+                yield from self._split(message.line)
+
+    def _from_file(self) -> Iterator[dict[str, Any]]:
+        self._look_at_s = time.monotonic() + LOOK_EVERY_S
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -77,18 +98,22 @@ class MetricsReader:
                 self._at, self._rest = 0, b""
             file.seek(self._at)
             while chunk := file.read(_CHUNK):
-                self._at += len(chunk)
-                *lines, self._rest = (self._rest + chunk).split(b"\n")
-                for line in lines:
-                    if self._skip_first:
-                        self._skip_first = False
-                        continue
-                    try:
-                        record = json.loads(line)
-                    except ValueError:
-                        continue
-                    if _is_metrics(record):
-                        yield record
+                yield from self._split(chunk)
+
+    def _split(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """Go on in the file by `chunk`."""
+        self._at += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if self._skip_first:
+                self._skip_first = False
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if _is_metrics(record):
+                yield record
 
 
 def _is_metrics(record: Any) -> bool:

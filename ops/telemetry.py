@@ -1,7 +1,7 @@
 """What a process says about itself: one line of metrics per interval, one line of log per event.
 
 metrics.jsonl is shared by every process of a run: each line is one O_APPEND write, so lines never mix, and a reader may
-follow the file at any time. The file is the telemetry; whatever else shows it (dashboard, TensorBoard) reads it.
+follow the file at any time. The file is the record; each line is also sent to those who listen (ops/feed.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ops.feed import Pusher
 from ops.paths import label
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The metrics of one process: appends to the run's metrics.jsonl."""
+    """The metrics of one process: appends to the run's metrics.jsonl, then tells the listeners. For one thread."""
 
     def __init__(self, run_dir: Path | str, role: str, rank: int) -> None:
         self._role = role
@@ -33,21 +34,25 @@ class Metrics:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._torn = False
         self._failed = False
+        self._pusher = Pusher(Path(run_dir))
 
     def write(self, step: int, **values: Any) -> None:
         """Append one line: time, role, rank, step, then `values` in order; a number that is not finite is null."""
         record = {"time": round(time.time(), 3), "role": self._role, "rank": self._rank, "step": step}
         record |= {key: plain(value) for key, value in values.items()}
-        line = ("\n" if self._torn else "") + json.dumps(record, allow_nan=False) + "\n"
+        line = (("\n" if self._torn else "") + json.dumps(record, allow_nan=False) + "\n").encode()
         try:
-            self._torn = os.write(self._fd, line.encode()) < len(line.encode())
+            self._torn = os.write(self._fd, line) < len(line)
+            if not self._torn:  # after an O_APPEND write the position is the end of what was written
+                self._pusher.send(os.lseek(self._fd, 0, os.SEEK_CUR) - len(line), line)
         except OSError as error:  # a full disk is no reason to lose the run
             if not self._failed:
                 sys.stderr.write(f"metrics are lost from step {step} on: {error.strerror}\n")
             self._failed = True
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
+        """Close the file and stop sending; may be called twice."""
+        self._pusher.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

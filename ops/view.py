@@ -20,6 +20,7 @@ from configs.schema import Config
 from ops import commands
 from ops.commander import ring_values
 from ops.errors import OpsError
+from ops.feed import Listener
 from ops.gpu import read_gpus
 from ops.metrics_reader import MetricsReader
 from ops.paths import DRAFTER, TARGET
@@ -63,7 +64,8 @@ class Viewer:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._rings: dict[str, RingView] = {}
-        self._metrics = MetricsReader(run_dir)
+        self._listener = Listener(run_dir)
+        self._metrics = MetricsReader(run_dir, listener=self._listener)
         self._status: dict[str, Any] = {}
         self._status_at = float("-inf")
         self._verdict = judge(None, None)
@@ -80,6 +82,7 @@ class Viewer:
         for view in self._rings.values():
             view.ring.close()
         self._rings.clear()
+        self._listener.close()
 
     def look(self) -> dict[str, Any]:
         """Return the present picture as plain values; `--json` prints it."""

@@ -52,10 +52,10 @@ def run(
     maker = PackMaker(corpus, schedule, target, config)
     check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)
     todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)
-    with ring.writer(board) as writer, _page_locked(ring, config, device):
+    with ring.writer(board) as writer, _page_locked(ring, config, device), Metrics(run_dir, "target", rank) as metrics:
         transfer = Transfer(writer, target.device, description.target_layer_ids, check)
         phases = phases_of(target.last_device)
-        meter = Meter(Metrics(run_dir, "target", rank), control, ring, phases, config.target.min_agreement, log)
+        meter = Meter(metrics, control, ring, phases, config.target.min_agreement, log)
         control.report(state="ready")
         while not control.stopping:
             phases.begin("other")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from consumer.meter import MOST_ON_THE_WAY, Meter
-from ops.telemetry import Phases
 
 
 class FakeReading:
@@ -41,7 +41,7 @@ def meter():
         SimpleNamespace(write=lambda **line: lines.append(line)),
         SimpleNamespace(report=lambda **_: None),
         [SimpleNamespace(snapshot=lambda: SimpleNamespace(occupancy=3))],
-        Phases(),
+        torch.device("cpu"),
         SimpleNamespace(waited_s=0.0, world=1),
     )
     return made, lines
