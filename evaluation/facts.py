@@ -105,15 +105,24 @@ def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
     return [
         f"drafter: {shape.num_parameters / 1e6:.1f} million parameters, {shape.num_layers} layers "
         f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {_anchors(config)} anchors a "
-        f"pack, {shape.draft_vocab_size or shape.vocab_size} rows of head"
+        f"pack, {shape.draft_vocab_size or shape.vocab_size} rows of head",
+        *auto_line(config),
     ]
 
 
 def _anchors(config: Config) -> str:
-    """How many anchors a pack has, or what `anchors.num: auto` chooses among."""
     *others, largest = map(str, config.anchors.choices)
-    when = f"every {config.anchors.review_steps} steps, by how long the drafters wait"
-    return f"{', '.join(others)} or {largest} (auto: {when}; memory is that of the largest)" if others else largest
+    return f"{', '.join(others)} or {largest}" if others else largest
+
+
+def auto_line(config: Config) -> list[str]:
+    """Say how `anchors.num: auto` chooses; nothing where it is a number."""
+    if config.anchors.num != "auto":
+        return []
+    return [
+        f"  anchors.num: auto begins with {config.anchors.choices[0]} and chooses among {_anchors(config)} every "
+        f"{config.anchors.review_steps} steps, by how long the drafters wait for packs; memory is that of the largest"
+    ]
 
 
 def _warnings(config: Config, target: TargetDescription) -> list[str]:

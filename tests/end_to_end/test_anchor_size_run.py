@@ -11,22 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from configs.load import load_config
-from configs.pack import pack_checksum
-from configs.run_files import plan_path
 from consumer.checkpoint import newest_checkpoint
 from ops.hosts import free_port
-from ops.rings import Rings
-from ops.run_folder import write_config
-from ops.telemetry import Log
-from producer.prepare import prepare
-from shm_ring import SlotSpec, Writer
 from shm_ring.errors import RingFull, RingStopped
+from tests.helpers.fed_ring import FedRing, fed_ring
 from tests.helpers.tiny_run import LIMIT_S, REPOSITORY, Tiny, tiny
 
 __all__ = ["tiny"]
@@ -34,8 +25,7 @@ __all__ = ["tiny"]
 SIZES = (32, 48, 64)
 SETTINGS = (
     "anchors.num=auto", f"anchors.sizes={list(SIZES)}", "anchors.review_steps=5", "training.devices=[cpu, cpu]",
-    "training.log_every_steps=1", "checkpoint.every_steps=10000", "evaluation.enabled=false", "training.epochs=40",
-    "drafter.num_layers=3",
+    "training.log_every_steps=1", "checkpoint.every_steps=10000", "evaluation.enabled=false", "drafter.num_layers=3",
 )  # fmt: skip
 REST_S = 0.2  # between two packs of a slow producer: many times what a step takes
 
@@ -43,10 +33,9 @@ REST_S = 0.2  # between two packs of a slow producer: many times what a step tak
 class Fed:
     """Two drafter processes and the ring that they read, whose producer is the test."""
 
-    def __init__(self, run: Tiny, writer: Writer, plan: dict[str, Any]) -> None:
-        self.run, self.plan, self.writer = run, plan, writer
+    def __init__(self, run: Tiny, ring: FedRing) -> None:
+        self.run, self.ring = run, ring
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._pack_id = 0
 
     def start(self) -> None:
         """Start both ranks, as torchrun would."""
@@ -88,29 +77,15 @@ class Fed:
 
     def _publish(self) -> None:
         try:
-            slot = self.writer.acquire(stop=lambda: any(process.poll() is not None for process in self.processes))
+            self.ring.publish(stop=lambda: any(process.poll() is not None for process in self.processes))
         except (RingStopped, RingFull) as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
-        generator = np.random.default_rng(self._pack_id)
-        ids, start, features = (slot.array(name) for name in ("input_ids", "doc_start", "features"))
-        ids[:], start[:] = generator.integers(4, 260, len(ids)), 0
-        slot.array("loss_mask")[:] = 1
-        features[:] = generator.standard_normal(features.shape)
-        checksum = pack_checksum(ids.tobytes(), len(ids), tuple(self.plan["target"]["target_layer_ids"]))
-        self.writer.publish(slot, pack_id=self._pack_id, num_tokens=len(ids), num_documents=1, checksum=checksum)
-        self._pack_id += 1
 
 
 @pytest.fixture
 def fed(tiny: Tiny) -> Iterator[Fed]:
-    tiny.dir.mkdir(parents=True)
-    config = load_config(tiny.config, SETTINGS)
-    write_config(tiny.dir, config)
-    plan = prepare(tiny.dir, config, Log("prepare", 0), False) | {"num_packs": 10**6}
-    plan_path(tiny.dir).write_text(json.dumps(plan))
     with ExitStack() as stack:
-        rings = stack.enter_context(Rings(tiny.name, SlotSpec.from_json(plan["slot_spec"]), 1, 8))
-        both = Fed(tiny, stack.enter_context(rings.rings[0].writer()), plan)
+        both = Fed(tiny, stack.enter_context(fed_ring(tiny, SETTINGS, 10**6)))
         stack.callback(lambda: [process.kill() for process in both.processes])
         yield both
 

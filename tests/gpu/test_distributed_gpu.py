@@ -1,23 +1,69 @@
-"""Drafter ranks on two GPUs: NCCL inside the captured step, and a rank that dies while the others wait in it."""
+"""Drafter ranks on two GPUs: NCCL inside the captured step, torchrun, the ranks' end, and one that dies in the graph."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from configs.run_files import from_ranges
-from tests.helpers.tiny_run import REPOSITORY, Tiny, planned_packs, tiny
+from ops.hosts import free_port
+from tests.helpers.logged import end_all, start
+from tests.helpers.tiny_run import Tiny, planned_packs, tiny
+from tests.helpers.torchrun import train_all_by_torchrun
 
 __all__ = ["tiny"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+MEETING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "DFLASH_RENDEZVOUS_S": "60"}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ranks 0 and 1 wrote down (tests/helpers/gpu_rank_worker.py), both having ended with code 0."""
+    out = tmp_path_factory.mktemp("ranks") / "found"
+    meeting = MEETING | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    command = [sys.executable, "-m", "tests.helpers.gpu_rank_worker", str(out)]
+    logs = [out.with_suffix(f".log{rank}") for rank in (0, 1)]
+    ranks = [start(command, log, meeting | {"RANK": str(k), "LOCAL_RANK": str(k)}) for k, log in enumerate(logs)]
+    end_all(ranks, logs, timeout_s=90)
+    return [torch.load(f"{out}.{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("dtype", "loss_error", "weight_error"), [("float32", 1e-4, 1e-2), ("bfloat16", 2e-2, 0.5)])
+def test_two_captured_ranks_train_as_one_rank_on_the_same_packs(both, dtype, loss_error, weight_error) -> None:
+    """Weights are compared relative to how far they moved: in bfloat16 Adam's first updates follow rounding errors."""
+    for found in both:
+        together, alone = found[f"torch.{dtype}"]["together"], found[f"torch.{dtype}"]["alone"]
+        assert (together["captured"], together["reduction"]) == (True, "WhileBackward")
+        assert together["losses"] == pytest.approx(alone["losses"], rel=loss_error)
+        strayed = float((together["weights"] - alone["weights"]).norm()) / alone["moved"]
+        print(f"{dtype}: losses {together['losses']} and {alone['losses']}, weights strayed {strayed:.1e}")
+        assert strayed < weight_error
+        assert together["losses"][-1] < together["losses"][0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_ranks_hold_the_same_weights_bit_for_bit(both, dtype) -> None:
+    first, second = (found[f"torch.{dtype}"]["together"] for found in both)
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["losses"] == second["losses"]
+
+
+def test_nothing_was_said_about_a_capture_that_failed(both) -> None:
+    assert [line for found in both for line in found["said"] if "capture" in line] == []
+
+
+def test_ranks_that_torchrun_starts_on_gpus_train_every_pack_once_and_end(tiny: Tiny) -> None:
+    said = train_all_by_torchrun(tiny, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"})
+    assert said.count("captured=True") == 2, said
 
 
 @pytest.fixture
@@ -25,35 +71,25 @@ def on_gpus(tiny: Tiny) -> Tiny:
     """The tiny run with its target on one GPU and a drafter on each."""
     config = yaml.safe_load(tiny.config.read_text())
     config["target"] |= {"devices": ["cuda:0"], "dtype": "bfloat16"}
-    config["training"] |= {"devices": ["cuda:0", "cuda:1"], "epochs": 6}
+    config["training"] |= {"devices": ["cuda:0", "cuda:1"], "epochs": 12}
     config["evaluation"] = {"enabled": False}
     tiny.config.write_text(yaml.safe_dump(config))
     return tiny
 
 
-def test_two_captured_ranks_add_up_their_gradients_and_stay_equal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.scaling", "--shapes", "0.6b", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=280)
-    (result,) = json.loads((tmp_path / "scaling.json").read_text())
-    assert result["replays"]
-    assert result["said"] == []
-    for variant in ("after", "during"):
-        assert result[variant]["gradient_error"] < 1e-2  # sums in bfloat16 against float32
-    assert result["weights_differ_by"] == 0.0
-    assert result["skipped_steps"] == 0
-
-
 def test_a_rank_killed_in_the_graph_restarts_the_drafters_and_no_pack_is_lost(on_gpus: Tiny) -> None:
     on_gpus.launch()
-    on_gpus.wait_for(lambda: any(line["step"] >= 45 for line in on_gpus.metrics("drafter")))
+    on_gpus.wait_for(lambda: on_gpus.metrics("drafter"))
     pids = {process["name"]: process["pid"] for process in on_gpus.status()["processes"]}
+    on_gpus.wait_for(lambda: any(line["step"] >= 45 for line in on_gpus.metrics("drafter")))
     os.kill(pids["drafter1"], signal.SIGKILL)
     code, out = on_gpus.end()
-    assert code == 0, out
+    logs = "\n".join(f"--- {path}\n{path.read_text()}" for path in sorted((on_gpus.dir / "logs").glob("*.log")))
+    assert code == 0, f"{out}\n{logs}"
     log = (on_gpus.dir / "logs" / "drafter0.log").read_text()
-    assert log.count("resumed") == 1
-    assert "capture of the training step failed" not in log
-    assert (on_gpus.dir / "logs" / "target0.log").read_text().count("model loaded") == 1
+    assert log.count("resumed") == 1, logs
+    assert "capture of the training step failed" not in log, logs
+    assert (on_gpus.dir / "logs" / "target0.log").read_text().count("model loaded") == 1, logs
     final = json.loads((on_gpus.dir / "final.json").read_text())
     trained = json.loads((Path(final["checkpoint"]) / "checkpoint.json").read_text())["trained"]
     assert from_ranges(trained) == frozenset(range(planned_packs(on_gpus)))

@@ -12,7 +12,7 @@ from configs.schema import AnchorsConfig
 from consumer.anchor_size import AnchorSize, next_size
 from consumer.distributed import Offer, Turn
 from consumer.memory import estimate_of
-from evaluation.facts import _anchors
+from evaluation.facts import auto_line
 from tests.unit.test_step import step_of
 from tests.unit.test_step_memory import TARGET_27B
 
@@ -155,5 +155,6 @@ def test_memory_is_estimated_for_the_largest_and_plan_names_all() -> None:
     config = config_from({"anchors": {"num": "auto", "sizes": list(SIZES)}})
     largest = config_from({"anchors": {"num": 1536}})
     assert estimate_of(config, TARGET_27B) == estimate_of(largest, TARGET_27B)
-    assert _anchors(config).startswith("512, 768, 1024 or 1536 (auto: every 50 steps")
-    assert _anchors(largest) == "1536"
+    (line,) = auto_line(config)
+    assert "begins with 512 and chooses among 512, 768, 1024 or 1536 every 50 steps" in line
+    assert auto_line(largest) == []
