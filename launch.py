@@ -146,7 +146,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ops.doctor_machine import FAULT, check_machine
+    from ops.doctor_machine import check_machine
+    from ops.findings import FAULT
 
     findings = check_machine()
     print("\n".join(finding.line for finding in findings))

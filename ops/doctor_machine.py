@@ -11,40 +11,28 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-OK, WARNING, FAULT = "ok", "warning", "fault"
+from ops.doctor_gpu import check_gpus
+from ops.findings import FAULT, OK, WARNING, Finding
+
 PYTHON = ((3, 11), (3, 13))
 PACKAGES = ("torch", "transformers", "numpy", "posix_ipc", "pyzmq", "pydantic", "rich", "PyYAML", "safetensors")
 SMALL_SHM_BYTES = 1 << 30
-SMI_TIMEOUT_S = 20
+FEW_THREADS = 2000
+"""A process of either side has up to 40 threads of ours, and its libraries' at start."""
 _F_OFD_GETLK = 36
 _FUTEX = {"x86_64": 202, "aarch64": 98}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    level: str
-    what: str
-    text: str
-
-    @property
-    def line(self) -> str:
-        """The line for people."""
-        return f"{self.level:7}  {self.what}: {self.text}"
 
 
 def check_machine(shm_bytes: int = 0) -> list[Finding]:
     """Check everything; `shm_bytes` is what a run's rings need, 0 if unknown."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python, _packages, _libatomic, _futex, lambda: _shared_memory(shm_bytes), _memory_limit, _memlock, _cores,
-        _sockets, _gpus,
+        _threads, _sockets, check_gpus,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -57,15 +45,33 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    found, missing = [], []
+    found, missing, other = [], [], []
+    ranges = _required_versions()
     for name in PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
+            continue
+        found.append(f"{name} {version}")
+        if name in ranges and not ranges[name].contains(version, prereleases=True):
+            other.append(f"{name} {version} (wanted {ranges[name]})")
     if missing:
         yield Finding(FAULT, "packages", f"missing: {', '.join(missing)}; pip install -e .")
+    if other:
+        yield Finding(WARNING, "packages", f"untested: {', '.join(other)}; pip install -e .")
     yield Finding(OK, "packages", ", ".join(found))
+
+
+def _required_versions() -> dict[str, Any]:
+    """Ranges that this project asks for, by package; empty where it was not installed by pip."""
+    try:
+        from packaging.requirements import Requirement
+
+        wanted = [Requirement(line) for line in importlib.metadata.requires("dflash-ring") or ()]
+    except (ImportError, importlib.metadata.PackageNotFoundError):
+        return {}
+    return {each.name: each.specifier for each in wanted if each.marker is None}
 
 
 def _libatomic() -> Iterator[Finding]:
@@ -125,7 +131,7 @@ def _memory_limit() -> Iterator[Finding]:
 def _memlock() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.0f} MB"
-    yield Finding(OK, "locked memory", f"{text} (page-locking for a GPU goes through its driver; ring.page_lock)")
+    yield Finding(OK, "locked memory", f"{text} (ulimit -l; a GPU's driver locks beyond it, see page-locking)")
 
 
 def _cores() -> Iterator[Finding]:
@@ -140,6 +146,25 @@ def _cores() -> Iterator[Finding]:
     yield Finding(WARNING if busy else OK, "cores", advice if busy else text)
 
 
+def _threads() -> Iterator[Finding]:
+    """How many threads may be started: by this user, and in this container."""
+    user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = {} if user == resource.RLIM_INFINITY else {"of this user (ulimit -u)": user}
+    try:
+        text = Path("/sys/fs/cgroup/pids.max").read_text().strip()
+    except OSError:
+        text = ""
+    if text.isdigit():
+        limits["of this container (pids.max)"] = int(text)
+    if not limits:
+        yield Finding(OK, "threads", "as many as wanted")
+        return
+    whose, most = min(limits.items(), key=lambda each: each[1])
+    few = most < FEW_THREADS
+    advice = "; raise it, each process needs some dozens" if few else ""
+    yield Finding(WARNING if few else OK, "threads", f"at most {most:,} {whose}{advice}")
+
+
 def _sockets() -> Iterator[Finding]:
     root = Path(os.environ.get("DFLASH_RUNTIME_DIR") or f"/tmp/dflash-{os.getuid()}")
     there = root if root.exists() else root.parent
@@ -147,25 +172,3 @@ def _sockets() -> Iterator[Finding]:
         yield Finding(OK, "sockets", f"in {root}")
     else:
         yield Finding(FAULT, "sockets", f"{root} is not writable or too long; set DFLASH_RUNTIME_DIR")
-
-
-def _gpus() -> Iterator[Finding]:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        yield Finding(OK, "GPUs", "none (no nvidia-smi): everything runs on the CPU")
-        return
-    query = "--query-gpu=index,name,memory.free,memory.total,driver_version"
-    try:
-        command = [smi, query, "--format=csv,noheader"]
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
-        peers = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(FAULT, "GPUs", f"nvidia-smi does not answer: {error}")
-        return
-    rows = [line for line in lines.splitlines() if line.strip()]
-    for line in rows:
-        yield Finding(OK, "GPU", line)
-    if len(rows) > 1:
-        links = [word for line in peers.splitlines() if line.startswith("GPU") for word in line.split()]
-        kind = "NVLink" if any(word.startswith("NV") and word[2:].isdigit() for word in links) else "PCIe only"
-        yield Finding(OK, "GPU links", kind)

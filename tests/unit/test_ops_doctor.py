@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 from collections import namedtuple
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from ops.doctor import compare, describe, read_report
-from ops.doctor_machine import FAULT, OK, check_machine
+from ops.doctor_machine import check_machine
 from ops.errors import RunMissing
+from ops.findings import FAULT, OK, WARNING, Finding
 
 
 def _metrics(path: Path, target: dict[str, float], drafter: dict[str, float]) -> Path:
@@ -113,6 +115,10 @@ def test_this_machine_is_fit_for_the_tests() -> None:
         "libatomic",
         "futex",
         "/dev/shm",
+        "locked memory",
+        "cores",
+        "threads",
+        "sockets",
         "GPUs",
     } - ({"GPUs"} if any(f.what == "GPU" for f in findings) else set())
     assert [finding.line for finding in findings if finding.what == "libatomic"] == ["ok       libatomic: found"]
@@ -141,3 +147,30 @@ def test_a_missing_libatomic_is_a_fault_that_says_what_to_install(monkeypatch: p
     assert finding.level == FAULT
     assert "apt-get install libatomic1" in finding.text
     assert [each.level for each in findings if each.what == "futex"] == [OK]
+
+
+def _of(what: str) -> list[Finding]:
+    return [each for each in check_machine() if each.what == what]
+
+
+def test_a_version_that_is_not_asked_for_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr("ops.doctor_machine.importlib.metadata.requires", lambda _name: ["torch>=2.11,<2.14", "rich"])
+    monkeypatch.setattr(
+        "ops.doctor_machine.importlib.metadata.version", lambda name: "2.10.1+cu128" if name == "torch" else real(name)
+    )
+    untested, found = _of("packages")
+    assert (untested.level, found.level) == (WARNING, OK)
+    assert untested.text.startswith("untested: torch 2.10.1+cu128 (wanted <2.14,>=2.11)")
+
+
+def test_few_threads_are_a_warning_that_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.doctor_machine.resource.getrlimit", lambda _which: (512, 512))
+    (finding,) = _of("threads")
+    assert finding.level == WARNING
+    assert "at most 512 of this user (ulimit -u)" in finding.text
+
+
+def test_the_limit_for_locked_memory_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.doctor_machine.resource.getrlimit", lambda _which: (8 << 20, 8 << 20))
+    assert _of("locked memory")[0].text.startswith("8 MB (ulimit -l")
