@@ -177,7 +177,8 @@ def _by_gpu(samples: list[dict[str, Any]]) -> dict[str, float]:
     uses: dict[str, list[float]] = {}
     for sample in samples:
         for gpu in sample["gpus"]:
-            uses.setdefault(str(gpu["index"]), []).append(gpu["use_pct"])
+            if gpu["use_pct"] is not None:
+                uses.setdefault(str(gpu["index"]), []).append(gpu["use_pct"])
     return {index: sum(values) / len(values) for index, values in uses.items()}
 
 

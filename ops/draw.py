@@ -22,7 +22,7 @@ def frame(picture: dict[str, Any], occupancies: Callable[[str], Sequence[int]], 
     for ring in picture["rings"]:
         lines += _ring(ring, occupancies(ring["name"]), width)
     lines += [line for process in picture["processes"] for line in _process(process, width)]
-    lines += [_gpu(gpu) for gpu in picture["gpus"]]
+    lines += [_gpu(gpu, picture["processes"]) for gpu in picture["gpus"]]
     lines += [line for host in picture.get("hosts", []) for line in _host(host, width)]
     if footer:
         lines.append(Text(footer, style="dim"))
@@ -164,6 +164,14 @@ def _state(state: str) -> tuple[str, str]:
     return (state, _STATE_STYLES.get(state, ""))
 
 
-def _gpu(gpu: dict[str, Any]) -> Text:
+def _gpu(gpu: dict[str, Any], processes: Sequence[dict[str, Any]]) -> Text:
+    """Use, memory, and which processes of the run are there."""
     used, total = gpu["memory_bytes"] / 2**30, gpu["memory_total_bytes"] / 2**30
-    return Text(f"GPU {gpu['index']}     use {gpu['use_pct']} %  memory {used:.1f} of {total:.1f} GiB")
+    use = "unknown" if gpu["use_pct"] is None else f"{gpu['use_pct']} %"
+    here = [each["name"] for each in processes if str(gpu["index"]) in _gpu_ids(each.get("device"))]
+    return Text(f"GPU {gpu['index']}     use {use}  memory {used:.1f} of {total:.1f} GiB  {' '.join(here)}".rstrip())
+
+
+def _gpu_ids(device: Any) -> list[str]:
+    """Ids in `GPU 0` or `GPU 0,1`."""
+    return str(device).removeprefix("GPU ").split(",") if str(device).startswith("GPU ") else []

@@ -54,16 +54,21 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the same name in a W&B project; mode and key as W&B's own environment variables say."""
+    """A new run of the same name in a W&B project; mode and key as W&B's own environment variables say."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
         wandb = _imported("wandb", "wandb")
-        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), resume="allow")
+        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+        self._axes: set[str] = set()
 
     def write(self, record: dict[str, Any]) -> None:
         """Log the numbers under role+rank/name, with that process's own step."""
         prefix = f"{record['role']}{record['rank']}"
         values = {f"{prefix}/{name}": value for name, value in numbers(record)}
+        if prefix not in self._axes:  # its charts are drawn over its own step, not over the number of lines
+            self._axes.add(prefix)
+            self._run.define_metric(f"{prefix}/step", hidden=True)
+            self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
         self._run.log(values | {f"{prefix}/step": record["step"]})
 
     def close(self) -> None:

@@ -8,7 +8,10 @@ _ready: bool | None = None
 
 
 def read_gpus() -> list[dict[str, Any]]:
-    """Return index, use in percent and memory in bytes of each GPU."""
+    """Return index, use in percent (None where the driver does not say, as with MIG) and memory in bytes of each GPU.
+
+    Empty without nvidia-ml-py, without a driver, and from the first failure on.
+    """
     global _ready
     if _ready is False:
         return []
@@ -30,5 +33,8 @@ def read_gpus() -> list[dict[str, Any]]:
 def _read_gpu(nvml: Any, index: int) -> dict[str, Any]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    use = nvml.nvmlDeviceGetUtilizationRates(handle)
-    return {"index": index, "use_pct": use.gpu, "memory_bytes": memory.used, "memory_total_bytes": memory.total}
+    try:
+        use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    except nvml.NVMLError:
+        use = None
+    return {"index": index, "use_pct": use, "memory_bytes": memory.used, "memory_total_bytes": memory.total}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ops.errors import NoResource
-from ops.exporters import Prometheus, TensorBoard, export, numbers
+from ops.exporters import Prometheus, TensorBoard, WeightsAndBiases, export, numbers
 from ops.metrics_reader import MetricsReader
 from ops.telemetry import METRICS_FILE, Metrics
 
@@ -89,6 +89,44 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     ]
     assert ("drafter0/loss", 2) in tags
     assert ("drafter0/accuracy_1", 0) in tags
+
+
+class _FakeWandb:
+    """W&B's run, with the three calls that are used."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.axes: dict[str, str] = {}
+        self.options: dict[str, Any] = {}
+        self.finished = False
+
+    def init(self, **options: Any) -> _FakeWandb:
+        self.options = options
+        return self
+
+    def define_metric(self, name: str, step_metric: str = "", hidden: bool = False) -> None:
+        if not hidden:
+            self.axes[name] = step_metric
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_gets_each_line_once_over_the_steps_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = _FakeWandb()
+    monkeypatch.setattr("ops.exporters.importlib.import_module", lambda _name: fake)
+    _write(tmp_path, range(3))
+    export(tmp_path, [WeightsAndBiases(tmp_path, "project")])
+    assert fake.options == {"project": "project", "name": tmp_path.name, "dir": str(tmp_path)}
+    assert fake.axes == {"drafter0/*": "drafter0/step"}
+    assert [row["drafter0/step"] for row in fake.rows] == [0, 1, 2]
+    assert fake.rows[1] == {"drafter0/step": 1, "drafter0/loss": 1.0, "drafter0/accuracy_1": 0.5}
+    assert fake.finished
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
