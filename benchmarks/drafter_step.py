@@ -33,10 +33,10 @@ from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
 from consumer.drafter import SLIDING, Drafter, DrafterShape
 from consumer.frozen_head import FrozenHead
-from consumer.products import measured
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
+from gpu.products import measured
 
 WARM_UP, STEPS = 5, 20
 LAYERS, TAPS, BLOCK, WINDOW, DOCUMENT = 5, 5, 16, 2048, 2048

@@ -17,8 +17,8 @@ import torch
 
 from consumer.attention_choice import choose
 from consumer.drafter import Pieces, heads
-from consumer.products import tuned
 from consumer.step import TrainStep
+from gpu.products import tuned
 
 WARM_UP_RUNS = 3
 RECOMPILE_LIMIT = 8  # torch's own, for one number of anchors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from consumer import float8
-from consumer.products import multiply
+from gpu.products import multiply
 
 
 class Sink(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from consumer.products import multiply
+from gpu.products import multiply
 
 Labels = Literal["hard", "soft", "target_argmax"]
 Decay = Literal["exponential", "dpace", "none"]

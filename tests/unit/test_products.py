@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consumer.products import Product, Remembered, _product_of, measured, multiply
+from gpu.products import Product, Remembered, _product_of, measured, multiply
 
 
 def random(*shape: int) -> torch.Tensor:

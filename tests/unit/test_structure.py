@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-OURS = ("configs", "shm_ring", "ops", "producer", "consumer", "evaluation")
+OURS = ("configs", "shm_ring", "gpu", "ops", "producer", "consumer", "evaluation")
 ALLOWED = {  # package -> what it may import of ours
     "shm_ring": set(),
     "configs": set(),
     "ops": {"configs", "shm_ring"},
-    "producer": {"configs", "shm_ring", "ops.control", "ops.telemetry"},
-    "consumer": {"configs", "shm_ring", "ops.control", "ops.telemetry"},
+    "gpu": {"configs"},
+    "producer": {"configs", "shm_ring", "gpu", "ops.control", "ops.telemetry"},
+    "consumer": {"configs", "shm_ring", "gpu", "ops.control", "ops.telemetry"},
     "evaluation": {"configs", "consumer", "producer"},
 }
 FORBIDDEN = {  # package -> libraries that it must never import
     "shm_ring": {"torch", "zmq", "transformers", "pydantic", "rich"},
     "configs": {"torch", "zmq", "transformers", "rich"},
     "ops": {"torch", "transformers"},
+    "gpu": {"transformers", "rich", "zmq"},
     "producer": {"rich"},
     "consumer": {"rich"},
     "evaluation": {"zmq"},
