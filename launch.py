@@ -82,6 +82,13 @@ def _dashboard(options: argparse.Namespace) -> int:
     return 0
 
 
+def _summary(options: argparse.Namespace) -> int:
+    from ops.summary import show_again
+
+    show_again(_found(options), options.svg)
+    return 0
+
+
 def _restart(options: argparse.Namespace) -> int:
     from ops import commands
 
@@ -243,6 +250,11 @@ def _dashboard_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="one picture as an SVG file")
 
 
+def _summary_options(parser: argparse.ArgumentParser) -> None:
+    _of_run(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="a picture of it as an SVG file")
+
+
 def _restart_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", help="drafter, target or target:K")
     _of_run(parser)
@@ -319,6 +331,7 @@ COMMANDS: dict[str, Command] = {
     "prepare": (_prepare, "read, tokenise and report a run's data, without training", _prepare_options),
     "status": (_status, "state, pids, occupancy and steps of a run's processes", _status_options),
     "dashboard": (_dashboard, "watch a run: rings, rates, states, and which side holds it up", _dashboard_options),
+    "summary": (_summary, "show the table of a run that has ended", _summary_options),
     "restart": (_restart, "restart one side alone; the other keeps its model loaded", _restart_options),
     "pause": (_pass_on, "let every process stand still after its step", _of_run),
     "resume": (_pass_on, "let paused processes go on", _of_run),

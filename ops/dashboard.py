@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ops.draw import frame
+from ops.picture import WIDTH, write_svg
 from ops.run_folder import launcher_pid
 from ops.view import Viewer
 
@@ -52,10 +53,7 @@ def _one_picture(viewer: Viewer, console: Console, as_json: bool, svg: Path | No
     elif svg is None:
         console.print(frame(picture, viewer.occupancies, console.width), soft_wrap=True)
     else:
-        with open("/dev/null", "w") as nowhere:
-            recorder = Console(record=True, width=110, file=nowhere, force_terminal=True, color_system="truecolor")
-            recorder.print(frame(picture, viewer.occupancies, recorder.width))
-            svg.write_text(recorder.export_svg(title=f"dflash-ring: run {picture['run']}"), encoding="utf-8")
+        write_svg(frame(picture, viewer.occupancies, WIDTH), svg, f"dflash-ring: run {picture['run']}")
         print(f"wrote {svg}")
 
 

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from configs.run_files import write_atomically
 from ops import data_report
+from ops.errors import RunMissing
 from ops.metrics_reader import MetricsReader
 from ops.paths import DRAFTER, TARGET
+from ops.picture import write_svg
 from ops.run_folder import read_json
 
 HELDOUT_KEYS = ("before", "after", "bigram", "zero_context")
@@ -49,6 +52,19 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
+def show_again(run_dir: Path, svg: Path | None) -> None:
+    """Print the table of a run that has ended, or write its picture; raises RunMissing."""
+    summary = read_json(run_dir / "summary.json")
+    if not summary:
+        raise RunMissing(f"run {run_dir.name!r} has no summary.json: it has not reached its end")
+    table = end_table(run_dir.name, summary)
+    if svg is None:
+        Console(highlight=False).print(table)
+        return
+    write_svg(table, svg, f"dflash-ring: run {run_dir.name}", width=90)
+    print(f"wrote {svg}")
+
+
 def end_table(run: str, summary: dict[str, Any]) -> Table:
     """Draw the final table."""
     table = Table(title=f"run {run}", title_justify="left", show_header=False)
@@ -66,8 +82,14 @@ def end_table(run: str, summary: dict[str, Any]) -> Table:
     table.add_row("packs trained", f"{_shown(summary['packs_trained'], 0)} of {planned}")
     if summary["rows"]:
         table.add_row("rows", summary["rows"])
-    table.add_row("checkpoint", str(summary["checkpoint"] or "none"))
+    table.add_row("checkpoint", _near(summary["checkpoint"]))
     return table
+
+
+def _near(path: str | None) -> str:
+    """Word a path from here, where it lies below."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here) if path and Path(path).is_relative_to(here) else path or "none")
 
 
 def _rounded(value: Any) -> float | None:
