@@ -3,7 +3,8 @@
 Attention is the only place where tokens of a softmax target meet, so a target whose attention is cut by document reads
 a whole pack exactly. transformers lets a name stand for an attention function; ours is `NAME`. On a GPU it is torch's
 variable-length FlashAttention, elsewhere one SDPA call per document. Where it cannot say what a layer asks for
-(recurrent layers, chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py).
+(chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py). Linear layers of a hybrid target
+are cut by producer/packed_recurrent.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 NAME = "dflash_packed"
 WHOLE_CONTEXT = -1
 KINDS = {"full_attention", "sliding_attention"}
+LINEAR = "linear_attention"
 UNKNOWN_WORDS = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -32,12 +34,15 @@ class Bounds:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.starts = torch.zeros(1, dtype=torch.int32)
+        self.positions = torch.zeros(0, dtype=torch.int32)  # [T]: tokens of the same document before each
 
     def set(self, lengths: list[int], device: torch.device) -> None:
         """Describe a row: `lengths` in tokens, adding up to the row's."""
         self.lengths = lengths
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.starts = starts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else starts
+        positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+        self.positions = positions.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else positions
 
 
 BOUNDS = Bounds()
@@ -113,9 +118,12 @@ def _no_mask(*_words: Any, **_more: Any) -> None:
 
 
 def use(config: Any) -> None:
-    """Make the modules that share `config` attend by document. Raises CannotPack for kinds of layers it cannot cut."""
+    """Make the modules that share `config` attend by document. Raises CannotPack for kinds of layers it cannot cut.
+
+    Linear layers attend to nothing; that they can be cut is for packed_recurrent to say.
+    """
     kinds = set(getattr(config, "layer_types", None) or KINDS)
-    if not kinds <= KINDS or getattr(config, "attention_chunk_size", None):
+    if not kinds <= KINDS | {LINEAR} or getattr(config, "attention_chunk_size", None):
         raise CannotPack(f"layers of kinds {sorted(kinds)}")
     transformers.AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _no_mask)

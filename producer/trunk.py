@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from configs.schema import TargetConfig
-from producer import packed
+from producer import packed, packed_recurrent
 from producer.target import TargetDescription, TargetError, find_trunk
 
 
@@ -32,6 +32,7 @@ class Target:
         self.layers = cast(nn.ModuleList, trunk.layers)
         self.target_layer_ids = tuple(target_layer_ids)
         self.is_packed = False
+        self._recurrent: tuple[str, ...] = ()
         self._row_attention = str(trunk.config._attn_implementation)
         self._taken: dict[int, Tensor] = {}
         for number in self.target_layer_ids:
@@ -84,8 +85,8 @@ class Target:
         Needs `is_packed` (see use_packed).
         """
         packed.BOUNDS.set(lengths, self.device)
-        positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
-        return self._run(input_ids[None], position_ids=to_device(positions, self.device).long()[None])
+        with packed_recurrent.by_document(self._recurrent):
+            return self._run(input_ids[None], position_ids=packed.BOUNDS.positions.long()[None])
 
     def _run(self, input_ids: Tensor, **more: Any) -> tuple[list[Tensor], Tensor]:
         self._taken.clear()
@@ -104,7 +105,9 @@ class Target:
         return take
 
     def use_packed(self) -> None:
-        """Attend by document from now on. Raises CannotPack where the target's layers do not allow it."""
+        """Read by document from now on. Raises CannotPack where the target's layers do not allow it."""
+        kinds = getattr(self.trunk.config, "layer_types", None) or [""] * len(self.layers)
+        self._recurrent = packed_recurrent.modules_of(self.layers, kinds)
         packed.use(self.trunk.config)
         self.is_packed = True
 
@@ -127,13 +130,14 @@ class Target:
     def compile(self, **options: Any) -> None:
         """Compile each layer's forward on its own (regional: seconds, since equal layers share what was compiled).
 
-        The hooks stay outside. A recurrent part of a layer (`linear_attn`) brings its own kernels and stays as it is.
+        The hooks stay outside. Read in rows, a recurrent part of a layer (`linear_attn`) brings its own kernels and
+        stays as it is; packed, it compiles with its layer around one operator.
         """
         # rows come in many shapes, a pack in one
         torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
         for layer in self.layers:
             recurrent = getattr(layer, "linear_attn", None)
-            if recurrent is not None:
+            if recurrent is not None and not self.is_packed:
                 recurrent.forward = torch.compiler.disable(recurrent.forward)
             layer.forward = torch.compile(layer.forward, dynamic=not self.is_packed, **options)
 

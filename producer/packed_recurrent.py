@@ -1,0 +1,173 @@
+"""Packed reading of Gated DeltaNet layers: the convolution and the recurrence start anew with every document.
+
+In a hybrid target tokens also meet in its linear layers, and there in two functions only: `CONVOLUTION`, a short causal
+convolution, and `DELTA_RULE`, the recurrence. A layer is known by calling these two of its modelling module by name
+(Qwen3.5, Qwen3-Next and others share them); for the time of a packed forward ours stand in their places. What else a
+layer may do, the start-up check finds out. The recurrence is flash-linear-attention's where it is installed and the
+states are on a GPU, else the module's own, document by document. Source: Gated Delta Networks (2412.06464).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from producer.packed import BOUNDS, LINEAR, CannotPack
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
+CHUNK = 64  # tokens that flash-linear-attention's kernels take at once; given to it, so that our indices fit
+
+Rule = Callable[..., Any]
+
+
+def modules_of(layers: Iterable[nn.Module], kinds: Iterable[str]) -> tuple[str, ...]:
+    """Names of the modelling modules whose functions have to be replaced to read `layers` packed; none: ().
+
+    `kinds`: the layers' kinds, in order. Raises CannotPack for a linear layer that does not work by the two functions.
+    """
+    names = set()
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        recurrent = getattr(layer, "linear_attn", None)
+        if recurrent is None and kind != LINEAR:
+            continue
+        code = getattr(inspect.unwrap(type(recurrent).forward), "__code__", None) if recurrent is not None else None
+        if code is None or not {CONVOLUTION, DELTA_RULE} <= set(code.co_names):
+            raise CannotPack(f"layer {number} is recurrent in a way of its own: {type(recurrent or layer).__name__}")
+        names.add(type(recurrent).__module__)
+    return tuple(sorted(names))
+
+
+@contextmanager
+def by_document(modules: Iterable[str]) -> Iterator[None]:
+    """Let the layers of these modelling modules take each document of BOUNDS for itself, for one forward."""
+    saved = []
+    try:
+        for name in modules:
+            rule = _delta_rule_of(name)  # before the module's own is replaced: it is looked up there
+            words = vars(sys.modules[name])
+            saved.append((words, words[CONVOLUTION], words[DELTA_RULE]))
+            words[CONVOLUTION], words[DELTA_RULE] = convolution, rule
+        yield
+    finally:
+        for words, own_convolution, own_rule in saved:
+            words[CONVOLUTION], words[DELTA_RULE] = own_convolution, own_rule
+
+
+def convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_words: Any
+) -> Tensor:
+    """Convolve causally inside each document, one kernel per channel: x [1, C, T], weight [C, k], bias [C] -> as x.
+
+    out[t] = sum over j < k of weight[k-1-j] x[t-j], where token t-j is of t's document. Sums in float32. Plain
+    shifted additions, which torch.compile makes one kernel; waits for nothing. Raises CannotPack for an activation that
+    it does not know.
+    """
+    if activation not in ACTIVATIONS:
+        raise CannotPack(f"a convolution with activation {activation}")
+    x, taps = hidden_states.transpose(1, 2), weight.shape[1]
+    tokens_before = BOUNDS.positions.to(x.device)[:, None]
+    out = x.float() * weight[:, -1].float()
+    for back in range(1, taps):
+        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        out = out + torch.where(tokens_before >= back, earlier, 0).float() * weight[:, taps - 1 - back].float()
+    out = ACTIVATIONS[activation](out if bias is None else out + bias.float())
+    return out.to(hidden_states.dtype).transpose(1, 2)
+
+
+@torch.library.custom_op("dflash_ring::packed_delta_rule", mutates_args=())
+def packed_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalise: bool, module: str) -> Tensor:
+    """Run the gated delta rule over each document of BOUNDS from an empty state.
+
+    Shapes: q, k [1, T, heads, d], v [1, T, value heads, e], g (log decay) and beta [1, T, value heads] -> as v.
+    `normalise`: make the rows of q and k unit vectors. `module`: the modelling module whose own function serves where
+    flash-linear-attention does not. An operator of its own, so that torch.compile need not know BOUNDS.
+    """
+    fast = flash_linear_attention() if q.is_cuda else None
+    if fast is not None:
+        starts = BOUNDS.starts.to(q.device)
+        indices = _chunk_indices(starts)
+        with_bounds = {"cu_seqlens": starts, "chunk_indices": indices, "chunk_size": CHUNK}
+        out: Tensor = fast(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalise, **with_bounds)[0]
+        return out.contiguous()
+    rule = _own_rule(module)
+    documents = zip(*(tensor.split(BOUNDS.lengths, dim=1) for tensor in (q, k, v, g, beta)), strict=True)
+    parts = [
+        rule(one_q, one_k, one_v, g=one_g, beta=one_beta, use_qk_l2norm_in_kernel=normalise)[0]
+        for one_q, one_k, one_v, one_g, one_beta in documents
+    ]
+    return torch.cat(parts, dim=1).contiguous()
+
+
+@packed_delta_rule.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalise: bool, module: str) -> Tensor:  # noqa: ARG001
+    return v.new_empty(v.shape)
+
+
+@functools.cache
+def flash_linear_attention() -> Rule | None:
+    """flash-linear-attention's chunked gated delta rule; None where the package is not installed or does not load."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,unused-ignore]
+    except (ImportError, RuntimeError):
+        return None
+    rule: Rule = chunk_gated_delta_rule
+    return rule
+
+
+class _Chunks:
+    """The chunk indices of the last row; all layers of a forward ask for the same."""
+
+    starts: Tensor | None = None
+    indices: Tensor | None = None
+
+
+def chunk_pairs(lengths: list[int]) -> Tensor:
+    """(document, chunk in the document) of each chunk of CHUNK tokens, in order: [chunks, 2] int32, on the host."""
+    pairs = [(number, chunk) for number, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
+    return torch.tensor(pairs, dtype=torch.int32)
+
+
+def _chunk_indices(starts: Tensor) -> Tensor:
+    """chunk_pairs of BOUNDS on `starts`' device; left to the library, the host would wait for the device to get it."""
+    if _Chunks.starts is not starts or _Chunks.indices is None:
+        _Chunks.starts = starts
+        _Chunks.indices = chunk_pairs(BOUNDS.lengths).pin_memory().to(starts.device, non_blocking=True)
+    return _Chunks.indices
+
+
+@functools.cache
+def _own_rule(module: str) -> Rule:
+    rule: Rule = inspect.unwrap(vars(sys.modules[module])[DELTA_RULE])
+    return rule
+
+
+@functools.cache
+def _delta_rule_of(module: str) -> Rule:
+    """Stand-in for a modelling module's delta rule; always the same object, which compiled layers are bound to."""
+    _own_rule(module)
+
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_words: Any,
+    ) -> tuple[Tensor, None]:
+        if initial_state is not None or output_final_state:
+            raise CannotPack("a recurrent layer that keeps its state")
+        return packed_delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, module), None
+
+    return rule
