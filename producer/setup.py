@@ -10,6 +10,7 @@ from torch import nn
 from configs.schema import Config
 from ops.telemetry import Log
 from producer import selfcheck
+from producer.linear import measure_products, replace_products, restore_products
 from producer.packed import CannotPack
 from producer.row_plan import row_length
 from producer.target import TargetDescription, TargetError
@@ -79,15 +80,25 @@ def _choose_layout(target: Target, config: Config, check: Callable[[], None]) ->
 
 
 def _compile(target: Target, config: Config, check: Callable[[], None], log: Log) -> bool:
-    """Compile the layers, for one row too where rows are read; a failure leaves the eager ones in place."""
+    """Compile the layers, for one row too where rows are read; a failure leaves the eager ones in place.
+
+    Of a packed target the large matrix products are measured as well (linear.py).
+    """
+    tokens = _shape(target, config)
     try:
+        replaced = replace_products(target, tokens) if target.is_packed else 0
         target.compile()
         check()
+        if replaced:
+            measured = measure_products(target, tokens, lambda what: log("products", detail=what))
+            log("products", layers=replaced, measured=measured)
+            check()
         if not target.is_packed:
             one_row = torch.zeros(1, min(WARM_UP_TOKENS, config.pack.tokens), dtype=torch.int64)
             target.forward(one_row.to(target.device))
     except Exception as error:  # any failure of the compiler, whatever its type, has the same remedy
         target.uncompile()
+        restore_products(target)
         reason = (str(error) or repr(error)).splitlines()[0]
         log("not compiled", detail=f"going on without target.compile (slower, same states): {reason}")
         return False

@@ -1,0 +1,66 @@
+"""The large matrix products of a packed target, by the cuBLASLt algorithm that measured fastest here (gpu/products.py).
+
+A packed target reads one shape, so its products never change: each is measured once, at start. Layers keep their
+weights; only how x @ W^T is done changes. Products too small to matter, with a bias, or of quantised layers stay as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gpu.products import LEAST_FLOP, multiply, tuned
+from producer.trunk import Target
+
+
+@torch.library.custom_op("dflash_ring::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight^T. Shapes: x [..., K], weight [N, K] -> [..., N]. Opaque to torch.compile."""
+    rows = multiply(x.flatten(0, -2), weight.t())
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def large_products(target: Target, tokens: int) -> list[nn.Linear]:
+    """The layers whose product with `tokens` rows is worth measuring."""
+    return [
+        module
+        for module in target.layers.modules()
+        if type(module) is nn.Linear
+        and getattr(module, "bias", None) is None
+        and module.weight.dtype == torch.bfloat16
+        and 2.0 * tokens * module.weight.numel() >= LEAST_FLOP
+    ]
+
+
+def replace_products(target: Target, tokens: int) -> int:
+    """Let `product` do the large products of `target`, before its layers are compiled; returns how many layers."""
+    found = large_products(target, tokens)
+    for module in found:
+        module.forward = partial(product, weight=module.weight)  # type: ignore[method-assign]
+    return len(found)
+
+
+def restore_products(target: Target) -> None:
+    """Undo `replace_products`."""
+    for module in target.layers.modules():
+        if type(module) is nn.Linear:
+            module.__dict__.pop("forward", None)
+
+
+def measure_products(target: Target, tokens: int, say: Callable[[str], None]) -> int:
+    """Measure and use the algorithms for a pack of `tokens`; returns how many different products use one."""
+    ids = torch.zeros(tokens, dtype=torch.int64, device=target.device)
+    return tuned(lambda: _forget(target.forward_packed(ids, [tokens])), say)
+
+
+def _forget(_result: object) -> None:
+    return None
