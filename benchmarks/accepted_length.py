@@ -3,7 +3,8 @@
     python -m benchmarks.accepted_length all --target FOLDER --work WORK --out OUT
 
 prompts    thousands of prompts from installed packages (accepted_length_data.py)
-data       the target answers them; its texts to measure with
+texts      the target's greedy answers to the prompts to measure with
+data       the target answers the others, to train on
 sweep      one setting changed at a time, and speculators' own model and loss, all on the same packs for the same steps
 train      the real thing through launch.py, both processes on one GPU: block size 8 and 16 at the same time, on a GPU
            each where --more-devices names another
@@ -46,6 +47,8 @@ class Run:
         self.words += ["--device", options.device, "--sweep-seconds", str(options.sweep_seconds)]
         self.words += ["--quick"] if options.quick else []
         self.quick, self.device = options.quick, torch.device(options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels go to the current device
         self.devices = [options.device, *options.more_devices]
         self.seconds, self.sweep_seconds = options.train_seconds, options.sweep_seconds
         self.answer_seconds: float = options.answer_seconds
@@ -87,8 +90,8 @@ def make_prompts(run: Run) -> None:
     run.record("prompts", prompts={kind: len(rows) for kind, rows in kinds.items()})
 
 
-def make_data(run: Run) -> None:
-    """The texts to measure with, then the target's answers to train on."""
+def make_texts(run: Run) -> None:
+    """The texts to measure with: the target's greedy answers."""
     reader = measuring.Reader(str(run.target), LAYER_IDS, run.device, run.dtype)
     texts = {}
     for name, rows in json.loads((run.work / "eval_prompts.json").read_text()).items():
@@ -96,8 +99,11 @@ def make_data(run: Run) -> None:
         answers = reader.write(ids, 16 if run.quick else 128)
         texts[name] = [{"prompt": p, "answer": a} for p, a in zip(ids, answers, strict=True) if len(a) > 1]
     (run.work / "eval_texts.json").write_text(json.dumps(texts))
-    run.record("data", eval_tokens={name: sum(len(row["answer"]) for row in rows) for name, rows in texts.items()})
-    del reader
+    run.record("texts", eval_tokens={name: sum(len(row["answer"]) for row in rows) for name, rows in texts.items()})
+
+
+def make_data(run: Run) -> None:
+    """The target's answers to train on."""
     kinds = json.loads((run.work / "prompts.json").read_text())
     prompts = [prompt for kind in kinds.values() for prompt in kind]
     tokens, batch = (24, 8) if run.quick else (160, 800)
@@ -200,6 +206,7 @@ def _decode(run: Run, folder: Path, size: int) -> subprocess.Popen[bytes]:
 
 STAGES: dict[str, Callable[[Run], None]] = {
     "prompts": make_prompts,
+    "texts": make_texts,
     "data": make_data,
     "sweep": sweep,
     "train": train,
@@ -215,9 +222,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument(
-        "--more-devices", nargs="*", default=[], help="answer too; the second run has the next"
-    )
+    parser.add_argument("--more-devices", nargs="*", default=[], help="answer too; the second run has the next")
     parser.add_argument("--train-seconds", type=float, default=80.0)
     parser.add_argument("--sweep-seconds", type=float, default=60.0)
     parser.add_argument("--answer-seconds", type=float, default=120.0, help="answers after that are left out")

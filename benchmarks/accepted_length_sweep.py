@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     tokens: int = 2048
     packs: int = 400
-    steps: int = 400
+    steps: int = 1200
     settings: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - never changed
 
 
