@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ops import commands
-from shm_ring.names import segments_of_run
+from shm_ring.names import SHM_DIR, segments_of_run, state_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0
@@ -109,6 +109,7 @@ class Runs:
         """No process, no segment, no socket."""
         assert self.processes() == []
         assert segments_of_run(self.name) == []
+        assert not Path(SHM_DIR + state_name(self.name)).exists()
         assert list((self.folder / "s").glob("*/*")) == []
 
 
@@ -126,7 +127,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     for pid in made.processes():
         os.kill(pid, signal.SIGKILL)
     for name in segments_of_run(made.name):
-        os.unlink(f"/dev/shm{name}")
+        os.unlink(f"{SHM_DIR}{name}")
+    Path(SHM_DIR + state_name(made.name)).unlink(missing_ok=True)
 
 
 def end(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str]:
