@@ -197,6 +197,18 @@ def test_the_same_name_twice_is_refused_with_the_first_pid_and_the_first_goes_on
     assert end(first)[0] == 0
 
 
+def test_lines_of_three_talkative_processes_stay_in_their_logs_and_the_console_is_the_launchers(runs: Runs) -> None:
+    code, out = end(runs.launch("--set", "target.devices=[cpu, cpu]", steps=10, chatter=1000))
+    assert code == 0, out
+    names = ("target0", "target1", "drafter0")
+    for name in names:
+        spoken = [line for line in runs.log(name).splitlines() if "chatter" in line]
+        assert spoken == [f"{name} chatter {number:06} ".ljust(200, "x") for number in range(1000)]
+    assert "chatter" not in out
+    said = [line for line in out.splitlines() if sum(name in line for name in names) > 1]
+    assert said == [], "each line of the console speaks of one process"
+
+
 def test_two_runs_side_by_side_do_not_touch_each_other(runs: Runs) -> None:
     first = runs.launch(steps=40, step_s=0.02)
     second = runs.launch(name=f"{runs.name}.b", steps=40, step_s=0.02)

@@ -13,7 +13,7 @@ from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Reader, Ring, ring_name
 from shm_ring.errors import RingEmpty, RingStopped
-from tests.helpers.fake_run import SPEC, knobs, leave_at_start, rest
+from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, rest
 
 
 class Fake:
@@ -91,6 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with Control.start(arguments.run_dir, "drafter", arguments.rank) as control:
         leave_at_start(f"drafter{arguments.rank}", arguments.run_dir)
+        chatter(f"drafter{arguments.rank}")
         fake = Fake(arguments.run_dir, arguments.rank, control)
         try:
             fake.train()

@@ -5,7 +5,7 @@ The fakes are real processes on the real ring, control and telemetry; only the m
   every        steps between its checkpoints (5)                 pack_s    duration of a target's pack (0)
   slow_stop    role that ignores a stop                          start_exit  {"target0": code} left with at start
   start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
-  save_s       duration of the last checkpoint (0)
+  save_s       duration of the last checkpoint (0)               chatter   lines of 200 characters to log at start (0)
   heldout      values of heldout.json                            prepare_exit  code of preparation
 """
 
@@ -43,6 +43,12 @@ def leave_at_start(name: str, run_dir: Path) -> None:
             print(f"{name} line {number}")
         print(f"{name}: no such target: /does/not/exist", flush=True)
         sys.exit(int(code))
+
+
+def chatter(name: str) -> None:
+    """Log the lines that the knobs ask for."""
+    for number in range(knobs().get("chatter", 0)):
+        print(f"{name} chatter {number:06} ".ljust(200, "x"))
 
 
 def rest(seconds: float) -> None:

@@ -12,7 +12,7 @@ from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Ring, ring_name
 from shm_ring.errors import RingStopped
-from tests.helpers.fake_run import SPEC, knobs, leave_at_start, rest
+from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, rest
 
 
 def main() -> None:
@@ -23,6 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with Control.start(arguments.run_dir, "target", arguments.rank) as control:
         leave_at_start(f"target{arguments.rank}", arguments.run_dir)
+        chatter(f"target{arguments.rank}")
         with contextlib.suppress(RingStopped):
             _publish(arguments.run_dir, arguments.rank, control)
         while knobs().get("slow_stop") == "target":
