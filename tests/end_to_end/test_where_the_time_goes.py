@@ -1,4 +1,4 @@
-"""Where the time of a whole run goes: a target that became slower is found, and named, by the real processes' meters."""
+"""Where the time of a whole run goes: a target that became slower is found and named by the real processes' meters."""
 
 from __future__ import annotations
 
