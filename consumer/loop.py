@@ -74,6 +74,7 @@ def run(
             stack.enter_context(PageLock(ring))
         pick, max_age = ring_config.pick, ring_config.max_age
         reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
+        clock.ends("rings")
         meter = Meter(stack.enter_context(Metrics(run_dir, "drafter", ranks.rank)), control, rings, device, ranks)
         intake = Intake(reader, trainer.journal, control, log, meter.phases)
         staging = Staging(trainer.pack)
