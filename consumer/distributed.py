@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,8 +128,6 @@ class Ranks:
     def __init__(self, place: Place, device: torch.device, timeout_s: float = 600.0) -> None:
         """Meet the other ranks; raises PeerLost that names who is missing. `timeout_s` limits each later meeting."""
         self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
-        self.waited_s = 0.0
-        """Seconds spent in `exchange`: the others were slower, or had no pack."""
         self._on_gpu = device.type == "cuda"
         self.device_group: dist.ProcessGroup | None = None
         """NCCL's group of all ranks; None on CPUs."""
@@ -151,10 +148,8 @@ class Ranks:
             return Turn((offer,))
         rows = torch.zeros(self.world, len(offer), dtype=torch.int64)
         rows[self.rank] = torch.tensor(offer)
-        began = time.monotonic()
         with _naming(f"drafter {self.rank}: agreeing on the next pack"):
             dist.all_reduce(rows)
-        self.waited_s += time.monotonic() - began
         return Turn(tuple(Offer(*row) for row in rows.tolist()))
 
     def largest(self, number: int) -> int:

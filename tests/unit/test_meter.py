@@ -42,7 +42,7 @@ def meter():
         SimpleNamespace(report=lambda **_: None),
         [SimpleNamespace(snapshot=lambda: SimpleNamespace(occupancy=3))],
         torch.device("cpu"),
-        SimpleNamespace(waited_s=0.0, world=1),
+        SimpleNamespace(world=1),
     )
     return made, lines
 
