@@ -130,7 +130,10 @@ def sweep(run: Run) -> None:
         if time.monotonic() > deadline:
             run.record("sweep", left_out=trial.name)
             continue
-        run.record("sweep", **bench.run(trial, sets, deadline))
+        try:
+            run.record("sweep", **bench.run(trial, sets, deadline))
+        except Exception as error:  # one trial that fails is no reason to lose the others
+            run.record("sweep", trial=trial.name, failed=repr(error)[:300])
 
 
 def train(run: Run) -> None:
