@@ -49,6 +49,11 @@ def test_both_sides_on_one_gpu_train_every_pack_once(tmp_path: Path, layout: str
     plan = json.loads((tmp_path / "runs" / name / "plan.json").read_text())
     assert summary["packs_trained"] == summary["steps"] == plan["num_packs"]
     assert summary["loss_last"] < summary["loss_first"]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    for role in ("target", "drafter"):  # the device's seconds, which events of its stream marked, are all there are
+        mine = [line for line in lines if line["role"] == role]
+        spent_s = sum(sum(line["spent_s"].values()) for line in mine[1:])
+        assert spent_s == pytest.approx(mine[-1]["time"] - mine[0]["time"], rel=0.15), role
     assert "capture of the training step failed" not in logs
     assert "not_page_locked" not in logs
     assert segments_of_run(name) == []
