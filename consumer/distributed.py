@@ -140,7 +140,7 @@ class Ranks:
                 raise ConfigError([f"drafter {self.rank}: some drafters are on GPUs, some on CPUs; make them alike"])
             with _naming(f"drafter {self.rank}: joining {self.world} ranks"):
                 if self._on_gpu:
-                    self.device_group = dist.new_group(backend="nccl", timeout=limit)
+                    self.device_group = nccl_group(limit)
 
     def exchange(self, offer: Offer) -> Turn:
         """Tell every rank this one's offer and return all of them; waits for the slowest. Raises PeerLost."""
@@ -202,6 +202,18 @@ class Ranks:
             self.close()
 
 
+def nccl_group(limit: timedelta, max_ctas: int = 0, high_priority: bool = False) -> dist.ProcessGroup:
+    """Make NCCL's group of all ranks. max_ctas: multiprocessors that it may take; 0: as many as it likes."""
+    options: Any = None
+    if max_ctas or high_priority:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+        options._timeout = limit
+    if max_ctas:
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+    group: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=limit, pg_options=options)
+    return group
+
+
 class AfterBackward:
     """One all-reduce of all gradients when the backward pass is over: gloo on CPUs, and with carried micro-steps."""
 
@@ -221,22 +233,27 @@ class AfterBackward:
 class WhileBackward:
     """Adds up each product's gradient as soon as it is written, on NCCL's stream, beside the rest of the backward pass.
 
-    Safe inside a capture: every rank's graph holds the same collectives in the same order.
+    Safe inside a capture: every rank's graph holds the same collectives in the same order. Sums are in the gradients'
+    own type: one rounding more in bfloat16, which the clip's norm and AdamW then see.
     """
 
-    def __init__(self, flat: FlatWeights, group: dist.ProcessGroup) -> None:
+    def __init__(self, flat: FlatWeights, group: dist.ProcessGroup, bucket_bytes: int = 0) -> None:
+        """bucket_bytes: neighbouring gradients are sent together once they are so large; 0: each by itself."""
         self._flat, self._group = flat, group
+        self._least = bucket_bytes // flat.grads.element_size()
         self._under_way: list[Any] = []
+        self._waiting: slice | None = None
         self._sent = 0
 
     def begin(self) -> None:
         """Listen to the gradients of this backward pass."""
-        self._under_way, self._sent = [], 0
+        self._under_way, self._waiting, self._sent = [], None, 0
         self._flat.on_written = self._send
 
     def finish(self, sums: Tensor) -> None:
         """Add up the rest; the current stream then waits for everything. Raises RuntimeError for a missing gradient."""
         self._flat.on_written = None
+        self._flush()
         if self._sent != self._flat.num_matrix_elements:
             raise RuntimeError(f"{self._sent} of {self._flat.num_matrix_elements} gradient elements were announced")
         self._start(self._flat.grads[self._flat.num_matrix_elements :])
@@ -246,8 +263,21 @@ class WhileBackward:
         self._under_way = []
 
     def _send(self, part: slice) -> None:
-        self._sent += part.stop - part.start
-        self._start(self._flat.grads[part])
+        waiting = self._waiting
+        if waiting is not None and waiting.start != part.stop and waiting.stop != part.start:
+            self._flush()
+            waiting = None
+        if waiting is not None:
+            part = slice(min(part.start, waiting.start), max(part.stop, waiting.stop))
+        self._waiting = part
+        if part.stop - part.start >= self._least:
+            self._flush()
+
+    def _flush(self) -> None:
+        part, self._waiting = self._waiting, None
+        if part is not None:
+            self._sent += part.stop - part.start
+            self._start(self._flat.grads[part])
 
     def _start(self, tensor: Tensor) -> None:
         self._under_way.append(dist.all_reduce(tensor, group=self._group, async_op=True))

@@ -1,4 +1,4 @@
-"""Drafter ranks on two GPUs: NCCL inside the captured step, torchrun, the ranks' end, and one that dies in the graph."""
+"""Drafter ranks on two GPUs: NCCL in the captured step, torchrun, the end of ranks, and one that dies in the graph."""
 
 from __future__ import annotations
 

@@ -51,19 +51,20 @@ def without_eligible_packs(ranks: Ranks) -> tuple[torch.Tensor, list[float]]:
     return step.flat.masters.clone(), losses
 
 
-def beside_the_backward_pass(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same steps with gradients added up after, and during, the backward pass."""
+def beside_the_backward_pass(ranks: Ranks) -> list[torch.Tensor]:
+    """The same steps with gradients added up after, and during, the backward pass, one by one and in buckets."""
     found = []
-    for overlapped in (False, True):
+    for bucket_bytes in (None, 0, 3000, 10**9):
         step = step_of()
         group = dist.group.WORLD
         assert group is not None
-        step.reduction = WhileBackward(step.flat, group) if overlapped else ranks.reduction_of(step)
+        overlapped = bucket_bytes is not None
+        step.reduction = WhileBackward(step.flat, group, bucket_bytes) if overlapped else ranks.reduction_of(step)
         overwrite(step, pack_of(ranks.rank))
         for _ in range(3):
             step.run()
         found.append(step.flat.masters.clone())
-    return found[0], found[1]
+    return found
 
 
 def shared(ranks: Ranks) -> torch.Tensor:
