@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from configs.load import ConfigError
-from consumer.distributed import RENDEZVOUS_ENV, Offer, PeerLost, Place, Ranks
-from ops.hosts import free_port
+from consumer.distributed import RENDEZVOUS_ENV, RENDEZVOUS_S, Offer, PeerLost, Place, Ranks
+from ops.hosts import JOIN_S, free_port
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -86,6 +86,10 @@ def test_m05_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(RENDEZVOUS_ENV, "1")
     with pytest.raises(PeerLost, match=r"rank 1, 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         Ranks(Place(0, 3, 0), CPU)
+
+
+def test_m05_nobody_waits_longer_than_the_40_seconds_promised() -> None:
+    assert max(RENDEZVOUS_S, JOIN_S) <= 40  # drafters for each other, and launchers for node 0
 
 
 def test_m05_an_address_that_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
