@@ -25,7 +25,7 @@ TOPIC = b"metrics.1"
 LINGER_MS = 200
 _MOST_WAITING = 1000  # lines, for each end that does not take them
 _TICK_MS = 200
-_IN, _OUT = "lines.sock", "telemetry.sock"
+_IN, _OUT = "lines.sock", "feed.sock"  # no longer than launcher.sock, which paths leave room for
 
 
 class Message(NamedTuple):

@@ -16,6 +16,7 @@ import zmq
 
 from ops.feed import LINGER_MS, Feed, Listener, Message, Pusher
 from ops.metrics_reader import MetricsReader
+from ops.paths import MAX_SOCKET_CHARS, socket_path
 from ops.telemetry import METRICS_FILE, Metrics
 
 LIMIT_S = 20.0
@@ -152,6 +153,13 @@ def test_a_dead_launcher_neither_stops_a_process_nor_keeps_it_from_leaving(run_d
 
 def test_the_sockets_are_in_the_runs_private_folder(run_dir: Path, feed: Feed) -> None:
     (folder,) = (run_dir.parent / "s").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"lines.sock", "telemetry.sock"}
+    assert {path.name for path in folder.iterdir()} == {"lines.sock", "feed.sock"}
     assert os.stat(folder).st_mode & 0o777 == 0o700
     feed.close()
+
+
+def test_its_socket_paths_fit_wherever_the_launchers_fits(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = MAX_SOCKET_CHARS - len("/run-0123456789/launcher.sock")
+    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(run_dir.parent / "s").ljust(longest, "x"))
+    assert len(str(socket_path(run_dir, "launcher"))) == MAX_SOCKET_CHARS
+    Feed(run_dir).close()
