@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,7 @@ def test_the_sockets_are_in_the_runs_private_folder(run_dir: Path, feed: Feed) -
 
 def test_its_socket_paths_fit_wherever_the_launchers_fits(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = MAX_SOCKET_CHARS - len("/run-0123456789/launcher.sock")
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(run_dir.parent / "s").ljust(longest, "x"))
-    assert len(str(socket_path(run_dir, "launcher"))) == MAX_SOCKET_CHARS
-    Feed(run_dir).close()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("DFLASH_RUNTIME_DIR", f"{short}/".ljust(longest, "x"))
+        assert len(str(socket_path(run_dir, "launcher"))) == MAX_SOCKET_CHARS
+        Feed(run_dir).close()
