@@ -22,7 +22,7 @@ from ops.paths import DRAFTER, TARGET
 EFFICIENCY = 0.95
 """What is kept of the slower side's rate when both run; the pipeline's measured share is higher (docs/scaling.md)."""
 RANK_COST = 0.04
-"""Share of a drafter's rate that adding up gradients costs where there are several; measured (docs/scaling.md)."""
+"""Share of a drafter's rate that adding up gradients costs two of them; measured (docs/scaling.md)."""
 
 
 class Rates(NamedTuple):
@@ -50,19 +50,21 @@ class Split(NamedTuple):
         )
 
 
-def splits(rates: Rates, num_gpus: int) -> list[Split]:
+def splits(rates: Rates, num_gpus: int, efficiency: float = EFFICIENCY, rank_cost: float = RANK_COST) -> list[Split]:
     """Every N:M of `num_gpus` devices, the fastest first; of equally fast ones that with more drafters.
 
-    Assumes that rates add up: N targets make N times as much; M drafters train M times as much, less RANK_COST.
+    Assumes that rates add up: N targets make N times as much; M drafters train M times as much, less what adding up
+    gradients costs: `rank_cost` for two, and for M in proportion to the bytes that each sends and receives, which in a
+    ring are 2 (M - 1) / M of all gradients.
     """
     found = []
     for targets in range(1, num_gpus):
         drafters = num_gpus - targets
         made = targets * rates.target
-        trained = drafters * rates.drafter * (1.0 if drafters == 1 else 1.0 - RANK_COST)
+        trained = drafters * rates.drafter * (1.0 - rank_cost * 2 * (drafters - 1) / drafters)
         least = min(made, trained)
         waits = 100 * (1 - least / trained), 100 * (1 - least / made)
-        found.append(Split(targets, drafters, EFFICIENCY * least, *waits))
+        found.append(Split(targets, drafters, efficiency * least, *waits))
     return sorted(found, key=lambda split: (-split.tokens_per_s, -split.drafters))
 
 

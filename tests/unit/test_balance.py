@@ -16,7 +16,7 @@ def test_every_split_of_the_devices_is_judged_by_its_slower_side() -> None:
     five, six, seven = found[5, 3], found[6, 2], found[7, 1]
     assert five.tokens_per_s == pytest.approx(EFFICIENCY * 5 * 14_600)
     assert five.blocked_pct == 0
-    assert five.starved_pct == pytest.approx(100 * (1 - 5 * 14_600 / (3 * 37_800 * (1 - RANK_COST))))
+    assert five.starved_pct == pytest.approx(100 * (1 - 5 * 14_600 / (3 * 37_800 * (1 - RANK_COST * 4 / 3))))
     assert six.tokens_per_s == pytest.approx(EFFICIENCY * 2 * 37_800 * (1 - RANK_COST))
     assert six.starved_pct == 0
     assert seven.tokens_per_s == pytest.approx(EFFICIENCY * 37_800)  # one drafter adds nothing up
