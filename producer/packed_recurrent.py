@@ -91,6 +91,10 @@ def packed_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
     `normalise`: make the rows of q and k unit vectors. `module`: the modelling module whose own function serves where
     flash-linear-attention does not. An operator of its own, so that torch.compile need not know BOUNDS.
     """
+    return _delta_rule(q, k, v, g, beta, normalise, module)
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalise: bool, module: str) -> Tensor:
     fast = flash_linear_attention() if q.is_cuda else None
     if fast is not None:
         starts = BOUNDS.starts.to(q.device)

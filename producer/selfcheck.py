@@ -1,7 +1,9 @@
 """Start-up check of a target on two short documents of random tokens, before the first pack is made.
 
 1. The taps that go into a pack are, bit for bit, what hooks of our own record in the same forward.
-2. Each document, read beside the other, equals itself read alone by the whole, uncompiled model.
+2. Each document, read beside the other, equals itself read alone by the whole, uncompiled model; and read packed, the
+   second one does not change when the first does. A recurrent state fades, so that its leak may hide in the noise of
+   the first comparison; two packs of one shape have none.
 3. The head applied to the final hidden state gives the target's own argmax.
 Source of the claims: public reports of states of another document, of normed last layers and of heads left random.
 """
@@ -22,6 +24,8 @@ from producer.trunk import Target, to_device
 LENGTHS = (37, 22)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 2e-2}
 """Mean relative difference of a row that is always allowed; seeing another document makes 0.1 to 1."""
+STEADY = 1e-3
+"""Difference always allowed between two packs in which only another document changed; a dense target makes 0."""
 TIMES_NOISE = 3.0
 """Or this many times what the plain model makes of another shape; 62 random layers in bfloat16 make 0.06 of it."""
 
@@ -32,14 +36,17 @@ class Alone(NamedTuple):
     taps: list[Tensor]  # K of [n, H], in list order
     final: Tensor  # [n, H] after the final norm
     noise: list[float]  # K: row_difference to the same document read in a longer row, beside a copy of itself
+    unsteady: list[float]  # K: what it changes by in that row when the other does; experts' sizes then change too
 
 
 class _Documents:
-    """Two random documents, in the form of a corpus."""
+    """Two random documents, in the form of a corpus; with `other_first`, the first one is another."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, other_first: bool = False) -> None:
         generator = np.random.Generator(np.random.PCG64(7))
         self.ids = [generator.integers(0, vocab_size, length).astype(np.int32) for length in LENGTHS]
+        if other_first:
+            self.ids[0] = vocab_size - 1 - self.ids[0]
 
     def __getitem__(self, number: int) -> Any:
         class Document:
@@ -90,6 +97,27 @@ def check_target(target: Target, reference: list[Alone], dtype: str, row_tokens:
                     f"{difference:.3g} of its size (at most {allowed:.3g} in {dtype}); "
                     "target.attention or this target's layers mix documents"
                 )
+    if target.is_packed:
+        _check_steady(target, reference, features, pack.spans[1], row_tokens)
+
+
+def _check_steady(
+    target: Target, reference: list[Alone], features: Tensor, span: tuple[int, int], row_tokens: int
+) -> None:
+    """Read the pack once more with another first document; `features` [T, K, H] and `span` are of the first reading."""
+    corpus: Any = _Documents(int(target.trunk.config.vocab_size), other_first=True)
+    pack = Pack(0, 0, range(len(LENGTHS)), corpus, row_tokens)
+    _read(target, pack, row_tokens)
+    assert pack.features is not None
+    again = pack.features.unflatten(1, (len(target.target_layer_ids), -1))
+    for place, layer in enumerate(target.target_layer_ids):
+        change = row_difference(again[slice(*span), place], features[slice(*span), place])
+        allowed = max(STEADY, TIMES_NOISE * reference[1].unsteady[place])
+        if not change <= allowed:
+            raise TargetError(
+                f"target self-check: document 1, tap {place} (output of layer {layer}): it changes with the document "
+                f"before it by {change:.3g} of its size (at most {allowed:.3g}); this target's layers mix documents"
+            )
 
 
 @torch.inference_mode()
@@ -102,8 +130,12 @@ def read_alone(target: Target) -> list[Alone]:
         rows[:, : len(ids)] = torch.from_numpy(ids)
         with target.in_rows():
             again, _ = target.forward(rows.to(target.device))
-        noise = [row_difference(tap[1, : len(ids)], one) for tap, one in zip(again, taps, strict=True)]
-        read.append(Alone(taps, final, noise))
+            rows[0] = rows[0].flip(0)
+            beside_another, _ = target.forward(rows.to(target.device))
+        used = slice(0, len(ids))
+        noise = [row_difference(tap[1, used], one) for tap, one in zip(again, taps, strict=True)]
+        unsteady = [row_difference(one[1, used], two[1, used]) for one, two in zip(beside_another, again, strict=True)]
+        read.append(Alone(taps, final, noise, unsteady))
     return read
 
 

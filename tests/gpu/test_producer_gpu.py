@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ import torch
 
 from configs.load import config_from
 from configs.pack import pack_fields
-from producer import selfcheck
+from producer import packed_recurrent, selfcheck
+from producer.packed import BOUNDS
 from producer.setup import make_target
 from producer.states import BadStates, StateCheck
 from producer.target import TargetDescription
@@ -30,6 +32,9 @@ LENGTHS = (30, 141, 12, 225, 19, 64, 80, 7, 33)
 TOKENS = 256
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 LINEAR = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+needs_fla = pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention (pip install flash-linear-attention)"
+)
 
 
 def family(name: str) -> Any:
@@ -48,7 +53,8 @@ def made(name: str, *overrides: str) -> tuple[Target, list[str]]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    ("name", "layout"), [("qwen3", "packed"), ("qwen3", "rows"), ("gemma3", "auto"), ("qwen3_5", "auto")]
+    ("name", "layout"),
+    [("qwen3", "packed"), ("qwen3", "rows"), ("gemma3", "auto"), ("qwen3_5", "packed"), ("qwen3_5", "rows")],
 )
 def test_states_equal_those_of_each_document_alone(name: str, layout: str, compiled: bool) -> None:
     torch._dynamo.reset()
@@ -66,6 +72,42 @@ def test_states_equal_those_of_each_document_alone(name: str, layout: str, compi
                 assert selfcheck.row_difference(found[:, place], tap) < 0.05
 
 
+@needs_fla
+def test_the_librarys_delta_rule_takes_each_document_for_itself_and_is_tuned_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    heads, size, lengths = 4, 64, [1, 2, 3, 63, 64, 65, 130, 184]
+    generator = torch.Generator(GPU).manual_seed(0)
+    shape = (1, sum(lengths), heads)
+    q, k, v = (torch.randn(*shape, size, generator=generator, device=GPU).bfloat16() for _ in range(3))
+    g = -torch.rand(shape, generator=generator, device=GPU) * 0.1  # a state that lasts
+    beta = torch.rand(shape, generator=generator, device=GPU).bfloat16()
+    module = "transformers.models.qwen3_5.modeling_qwen3_5"
+    importlib.import_module(module)
+
+    def read(documents: list[int]) -> torch.Tensor:
+        BOUNDS.set(documents, GPU)
+        return packed_recurrent.packed_delta_rule(q, k, v, g, beta, True, module)
+
+    assert packed_recurrent.flash_linear_attention() is not None
+    found = read(lengths)
+    tuned: list[str] = []
+    tune = Autotuner._bench
+
+    def counted(self: Any, *words: Any, **more: Any) -> Any:
+        tuned.append(self.base_fn.__name__)
+        return tune(self, *words, **more)
+
+    monkeypatch.setattr(Autotuner, "_bench", counted)
+    for other in ([512], [500, 12], [1] * 512, list(reversed(lengths))):
+        read(other)
+    assert tuned == []
+    monkeypatch.setattr(packed_recurrent, "flash_linear_attention", lambda: None)
+    assert selfcheck.row_difference(found[0].flatten(1), read(lengths)[0].flatten(1)) < 0.02
+
+
 @contextmanager
 def ring_of(hidden: int) -> Iterator[Ring]:
     spec = SlotSpec(tuple(Field(*field) for field in pack_fields(TOKENS, len(TAPS), hidden, "bfloat16", False)), {})
@@ -77,9 +119,12 @@ def ring_of(hidden: int) -> Iterator[Ring]:
         ring.close()
 
 
-@pytest.mark.parametrize("layout", ["packed", "rows"])
-def test_packs_cross_bit_for_bit_and_the_host_never_waits_for_the_device(layout: str) -> None:
-    target = Target(family("qwen3"), TAPS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3", "packed"), ("qwen3", "rows"), pytest.param("qwen3_5", "packed", marks=needs_fla)],
+)
+def test_packs_cross_bit_for_bit_and_the_host_never_waits_for_the_device(name: str, layout: str) -> None:
+    target = Target(family(name), TAPS)
     if layout == "packed":
         target.use_packed()
     maker, num_packs = maker_of(random_documents([100] * 8, VOCAB), target, TOKENS)

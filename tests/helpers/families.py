@@ -76,6 +76,12 @@ def qwen3_5(**more: Any) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**(TEXT | HYBRID | more)))
 
 
+def qwen3_next(**more: Any) -> Any:
+    """Qwen3-Next: gated delta net layers as in Qwen3.5, projected together, with experts."""
+    sizes = {"shared_expert_intermediate_size": 32}
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(TEXT | HYBRID | MOE | sizes | more)))
+
+
 def llava(**more: Any) -> Any:
     """A multimodal wrapper around Llama."""
     vision = transformers.CLIPVisionConfig(**VISION, image_size=32, patch_size=16, projection_dim=32)
@@ -86,10 +92,11 @@ def llava(**more: Any) -> Any:
 
 
 FAMILIES: dict[str, Callable[..., Any]] = {
-    make.__name__: make for make in (llama, qwen2, qwen3, mistral, gemma2, gemma3, qwen3_moe, qwen3_5, llava)
+    make.__name__: make
+    for make in (llama, qwen2, qwen3, mistral, gemma2, gemma3, qwen3_moe, qwen3_5, qwen3_next, llava)
 }
-PACKED = {"llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "llava"}
-"""Families that can be read packed; Gemma 2 caps its scores, Qwen3.5 is recurrent."""
+PACKED = {"llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_next", "llava"}
+"""Families that can be read packed; Gemma 2 caps its scores."""
 
 
 def make_family(name: str, **more: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import masking_utils
 from configs.load import config_from
 from configs.schema import Config
 from consumer.frozen_head import load_frozen_head
-from producer import selfcheck
+from producer import packed_recurrent, selfcheck
 from producer.setup import make_target
 from producer.states import StateCheck
 from producer.target import TargetDescription, TargetError, describe_target
@@ -112,12 +113,17 @@ def test_h08_a_head_that_does_not_give_the_targets_argmax_is_refused() -> None:
         selfcheck.check_head(target, model, reference)
 
 
-def test_h10_a_recurrent_target_is_never_read_packed(tmp_path: Path) -> None:
+def test_h10_a_recurrent_target_is_read_packed_only_where_its_layers_stop_at_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path / "hybrid", make_family("qwen3_5"))
-    _, _, lines = setup(folder)
-    assert "rows (layers of kinds" in lines[-1]
+    assert "'reads': 'packed'" in setup(folder)[2][-1]
+    monkeypatch.setattr(packed_recurrent, "by_document", lambda _modules: nullcontext())
+    assert "rows (target self-check: document 1" in setup(folder)[2][-1]
     with pytest.raises(TargetError, match="packed is not possible"):
         setup(folder, "target.layout=packed")
+    monkeypatch.setattr(packed_recurrent, "DELTA_RULE", "a_function_of_another_name")
+    assert "rows (layer 0 is recurrent in a way of its own: Qwen3_5GatedDeltaNet)" in setup(folder)[2][-1]
 
 
 class Leaking(torch.nn.Module):

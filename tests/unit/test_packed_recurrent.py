@@ -1,0 +1,174 @@
+"""Hybrid targets read packed: convolution and recurrence of each document as if it were alone, on any release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from producer import packed_recurrent, selfcheck
+from producer.packed import BOUNDS, CannotPack
+from producer.target import TargetError
+from producer.trunk import Target
+from tests.helpers.families import VOCAB, make_family
+
+CPU = torch.device("cpu")
+TAPS = (0, 2, 4)
+LENGTHS = (65, 1, 2, 130, 3, 64, 4, 63)
+HYBRIDS = ("qwen3_5", "qwen3_next")
+MODULE = "transformers.models.qwen3_5.modeling_qwen3_5"
+
+
+def random_ids(lengths: Sequence[int]) -> Tensor:
+    return torch.randint(4, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+
+
+def packed_target(family: str = "qwen3_5") -> Target:
+    target = Target(make_family(family), TAPS)
+    target.use_packed()
+    return target
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, tuple(reversed(LENGTHS)), (200,), (1, 1, 1)])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_each_document_of_a_packed_hybrid_equals_itself_alone(family: str, lengths: Sequence[int]) -> None:
+    target, ids = packed_target(family), random_ids(lengths)
+    taps, last = target.forward_packed(ids, list(lengths))
+    start = 0
+    for length, document in zip(lengths, ids.split(list(lengths)), strict=True):
+        expected, final = selfcheck.alone(target, document.tolist())
+        for found, one in zip([*taps, last], [*expected, final], strict=True):
+            assert selfcheck.row_difference(found[0, start : start + length], one) < 1e-5
+        start += length
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_h10_another_first_document_changes_no_other(family: str) -> None:
+    target, ids = packed_target(family), random_ids(LENGTHS)
+    first, _ = target.forward_packed(ids, list(LENGTHS))
+    first = [tap.clone() for tap in first]
+    other = torch.cat([VOCAB - 1 - ids[: LENGTHS[0]], ids[LENGTHS[0] :]])
+    second, _ = target.forward_packed(other, list(LENGTHS))
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one[0, LENGTHS[0] :], two[0, LENGTHS[0] :])
+        assert not torch.equal(one[0, : LENGTHS[0]], two[0, : LENGTHS[0]])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("taps", "activation"), [(4, "silu"), (2, None)])
+def test_the_convolution_is_torchs_of_each_document(taps: int, activation: str | None, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(1, 6, sum(LENGTHS), generator=generator), torch.randn(6, taps, generator=generator)
+    bias = torch.randn(6, generator=generator) if biased else None
+    BOUNDS.set(list(LENGTHS), CPU)
+    parts = [
+        F.conv1d(F.pad(one, (taps - 1, 0)), weight[:, None], bias, groups=6) for one in x.split(list(LENGTHS), dim=-1)
+    ]
+    expected = torch.cat(parts, dim=-1)
+    expected = F.silu(expected) if activation else expected
+    found = packed_recurrent.convolution(x, weight, bias, activation=activation)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_document() -> None:
+    x = torch.randn(1, 6, 8)
+    x[:, :, 4] = float("nan")
+    BOUNDS.set([5, 3], CPU)
+    assert packed_recurrent.convolution(x, torch.randn(6, 4))[:, :, 5:].isfinite().all()
+
+
+def test_packed_equals_rows_and_the_modules_own_functions_are_back_after_a_forward() -> None:
+    target = packed_target()
+    import transformers.models.qwen3_5.modeling_qwen3_5 as module
+
+    own = module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
+    with pytest.raises(RuntimeError):
+        target.forward_packed(random_ids([8]), [5, 2])  # lengths that are not the row's
+    assert own == (module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule)
+    ids = random_ids([24])
+    packed, _ = target.forward_packed(ids, [24])
+    with target.in_rows():
+        rows, _ = target.forward(ids[None])
+    assert target.is_packed
+    for one, two in zip(packed, rows, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_a_hybrid_is_two_graphs_for_all_packs() -> None:
+    torch._dynamo.reset()
+    target = packed_target()
+    rows = ([*LENGTHS], [300, 32], [332], [2, 300, 30])
+    expected = [[tap.clone() for tap in target.forward_packed(random_ids(row), row)[0]] for row in rows]
+    target.compile(backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for row, taps in zip(rows, expected, strict=True):
+        for one, two in zip(target.forward_packed(random_ids(row), row)[0], taps, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a linear layer's and an attention layer's
+    target.uncompile()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("part", ["convolution", "rule"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_h10_a_leak_of_either_function_fails_the_start_up_check(
+    part: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(make_family("qwen3_5").to(dtype), TAPS)
+    reference = selfcheck.read_alone(target)
+    target.use_packed()
+    name = str(dtype).removeprefix("torch.")
+    assert all(change == 0 for one in reference for change in one.unsteady)
+    selfcheck.check_target(target, reference, name, 96)
+    import transformers.models.qwen3_5.modeling_qwen3_5 as module
+
+    if part == "convolution":
+        monkeypatch.setattr(packed_recurrent, "convolution", module.causal_conv1d_fn)
+    else:
+        monkeypatch.setattr(packed_recurrent, "_delta_rule_of", lambda _: module.torch_chunk_gated_delta_rule)
+    with pytest.raises(TargetError, match="document 1, tap"):
+        selfcheck.check_target(target, reference, name, 96)
+
+
+def test_h10_a_recurrent_layer_of_a_kind_we_do_not_know_is_never_packed() -> None:
+    target = Target(make_family("qwen3_5"), TAPS)
+    linear: Any = target.layers[1].linear_attn
+
+    class Other(type(linear)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_words: Any) -> Tensor:
+            return hidden_states.cumsum(1)
+
+    linear.__class__ = Other
+    with pytest.raises(CannotPack, match="layer 1 is recurrent in a way of its own: Other"):
+        target.use_packed()
+    assert not target.is_packed
+    with pytest.raises(CannotPack, match="layer 0"):
+        packed_recurrent.modules_of([torch.nn.Linear(1, 1)], ["linear_attention"])
+
+
+def test_chunks_are_counted_by_document() -> None:
+    pairs = packed_recurrent.chunk_pairs([65, 1, 64, 129]).tolist()
+    assert pairs == [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1], [3, 2]]
+
+
+def test_on_a_gpu_the_library_gets_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def library(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> tuple[Tensor, None]:  # noqa: ARG001
+        asked.update(words)
+        return torch.zeros_like(v), None
+
+    monkeypatch.setattr(packed_recurrent, "flash_linear_attention", lambda: library)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    BOUNDS.set([65, 7], CPU)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device=CPU)
+    value = torch.ones(1, 72, 2, 4)
+    packed_recurrent._delta_rule(on_gpu, value, value, value, value, True, MODULE)
+    assert asked["cu_seqlens"].tolist() == [0, 65, 72]
+    assert asked["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
+    assert (asked["chunk_size"], asked["use_qk_l2norm_in_kernel"]) == (packed_recurrent.CHUNK, True)
