@@ -124,6 +124,8 @@ class Driver:
                     self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
                     self._call("cuDevicePrimaryCtxRelease_v2", device)
         except DriverError as error:
+            if not context:
+                return Finding(OK, "page-locking", f"not tried, {error}: the first GPU is full, or somebody's alone")
             return Finding(WARNING, "page-locking", f"{piece}: {error}; copies to and from the ring will be slow")
         finally:
             del at

@@ -47,6 +47,8 @@ class FakeDriver:
         def call(*arguments: Any) -> int:
             if self._codes.get(name):
                 return self._codes[name]
+            if name == "cuDevicePrimaryCtxRetain":
+                arguments[0]._obj.value = 4711
             if name in self._numbers:
                 arguments[0]._obj.value = self._numbers[name](*arguments[1:])
             held, change = HELD.get(name, ("", ""))
@@ -92,6 +94,12 @@ def test_a_refused_page_lock_is_a_warning_with_its_code_and_the_context_is_given
     assert finding.level == WARNING
     assert "cuMemHostRegister_v2 failed with code 304" in finding.text
     assert driver.held == set()
+
+
+def test_a_gpu_that_is_full_says_nothing_about_page_locking() -> None:
+    finding = _by_what(FakeDriver(cuDevicePrimaryCtxRetain=2))["page-locking"]
+    assert finding.level == OK
+    assert "not tried, cuDevicePrimaryCtxRetain failed with code 2" in finding.text
 
 
 def test_a_driver_that_does_not_start_is_a_fault() -> None:
