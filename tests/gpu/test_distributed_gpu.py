@@ -71,7 +71,7 @@ def on_gpus(tiny: Tiny) -> Tiny:
     """The tiny run with its target on one GPU and a drafter on each."""
     config = yaml.safe_load(tiny.config.read_text())
     config["target"] |= {"devices": ["cuda:0"], "dtype": "bfloat16"}
-    config["training"] |= {"devices": ["cuda:0", "cuda:1"], "epochs": 12}
+    config["training"] |= {"devices": ["cuda:0", "cuda:1"], "epochs": 8}
     config["evaluation"] = {"enabled": False}
     tiny.config.write_text(yaml.safe_dump(config))
     return tiny

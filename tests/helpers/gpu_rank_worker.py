@@ -102,7 +102,7 @@ def main() -> None:
     found: dict[str, Any] = {"said": []}
     with Ranks(place, device, timeout_s=60) as ranks:
         for dtype in (torch.float32, torch.bfloat16):
-            together, alone = two_ranks(ranks, device, dtype, found["said"]), one_rank(device, dtype, found["said"])
+            alone, together = one_rank(device, dtype, found["said"]), two_ranks(ranks, device, dtype, found["said"])
             found[str(dtype)] = {"together": together, "alone": alone}
             torch._dynamo.reset()
         torch.save(found, f"{sys.argv[1]}.{place.rank}.pt")

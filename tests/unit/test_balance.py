@@ -29,6 +29,13 @@ def test_the_proposal_names_the_best_split_and_the_one_asked_for() -> None:
     assert "proposed for 8 devices: 5:3" in text
     assert "the configuration asks for: 7:1" in text
     assert "1.5 times anchors.num (512)" in text
+    assert "anchors.num: auto does so by itself" in text
+
+
+def test_the_proposal_says_how_far_auto_would_go() -> None:
+    config = config_from({}, ["anchors.num=auto"])
+    lines = proposal(Rates(100.0, 200.0), config, 0)
+    assert lines[-1] == "anchors.num: auto would go to about 1024 of 512, 768, 1024, 1536"
 
 
 def test_one_device_for_each_side_is_the_least() -> None:
