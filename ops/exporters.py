@@ -141,7 +141,7 @@ def export(run_dir: Path, exporters: Sequence[Exporter]) -> int:
     try:
         while True:
             alive = bool(launcher_pid(run_dir))  # asked before reading, so that no last line is missed
-            for record in reader.read():
+            for record in reader.read(to_the_end=not alive):
                 count += 1
                 for exporter in exporters:
                     exporter.write(record)

@@ -46,8 +46,9 @@ class MetricsReader:
         """Read new lines; return how many there were."""
         return len(list(self.read()))
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Read new lines one by one."""
+    def read(self, to_the_end: bool = False) -> Iterator[dict[str, Any]]:
+        """Read new lines one by one; `to_the_end`: also those that the listener has not brought yet."""
+        self._look_at_s = 0.0 if to_the_end else self._look_at_s
         for record in self._from_file() if self._listener is None else self._heard(self._listener):
             self._add((record["role"], record["rank"]), record)
             yield record

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
+from ops.exporters import export
 from ops.feed import LINGER_MS, Feed, Listener, Message, Pusher
 from ops.metrics_reader import MetricsReader
 from ops.paths import MAX_SOCKET_CHARS, socket_path
@@ -133,6 +134,20 @@ def test_listeners_outlive_the_launcher_and_hear_the_next_one(run_dir: Path) -> 
         with Metrics(run_dir, "target", 0) as metrics:  # its launcher is gone; the file is looked at anyway
             metrics.write(step=99)
         assert _steps(reader, listener, 1) == [99]
+
+
+def test_what_a_run_writes_in_its_last_moment_is_exported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _only_messages(monkeypatch)
+    answers = iter([1, 0])
+
+    def alive_once(_run_dir: Path) -> int:
+        with Metrics(run_dir, "target", 0) as metrics:  # nobody publishes it any more
+            metrics.write(step=1)
+        return next(answers)
+
+    monkeypatch.setattr("ops.exporters.launcher_pid", alive_once)
+    monkeypatch.setattr("ops.exporters.POLL_S", 0.01)
+    assert export(run_dir, []) == 2
 
 
 def test_without_a_launcher_a_process_writes_its_record_and_leaves(run_dir: Path) -> None:
