@@ -54,7 +54,7 @@ from ops.hosts import free_port
 
 RUNS, STEPS, WARM_UP = 5, 5, 1
 QUICK = Size(64, 128, 8, 256, 128, 8)
-LIMIT_S, START_S, SETTING_S = 400, 150, 60
+LIMIT_S, START_S, SETTING_S = 400, 150, 90
 SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # no multicast, whatever is tried
 FOUND = "found.jsonl"
 
@@ -215,19 +215,23 @@ def measure_all(arguments: argparse.Namespace) -> None:
     wanted = [tuple(word.split("/")) for word in arguments.worker]
     if any(SETTINGS[name].copies for _, name in wanted) and device.type == "cuda":
         FlatWeights.make_grads = staticmethod(symmetric_zeros)
-    with Ranks(place, device, timeout_s=SETTING_S) as ranks:
+    with Ranks(place, device, timeout_s=START_S) as ranks:
         for shape in dict.fromkeys(shape for shape, _ in wanted):
             size = QUICK if arguments.quick else SIZES[shape]
             bench = Bench(shape, size, ranks, device, arguments.tune)
+            _append(arguments.out, ranks, "")  # a sign of life
             for name in (name for each, name in wanted if each == shape):
-                line = json.dumps(bench.measure(name, SETTINGS[name]))
-                if ranks.rank == 0:
-                    with (arguments.out / FOUND).open("a") as file:
-                        file.write(f"{line}\n")
+                _append(arguments.out, ranks, json.dumps(bench.measure(name, SETTINGS[name])))
             del bench
             torch._dynamo.reset()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def _append(out: Path, ranks: Ranks, line: str) -> None:
+    if ranks.rank == 0:
+        with (out / FOUND).open("a") as file:
+            file.write(f"{line}\n")
 
 
 class Starter:
@@ -252,7 +256,7 @@ class Starter:
 
     def found(self) -> list[dict[str, Any]]:
         """What has been measured, in the order that it was asked for."""
-        lines = [json.loads(line) for line in (self._out / FOUND).read_text().splitlines()]
+        lines = [json.loads(line) for line in (self._out / FOUND).read_text().splitlines() if line]
         return sorted(lines, key=lambda line: self._wanted.index(f"{line['shape']}/{line['setting']}"))
 
     def _pending(self) -> list[str]:
