@@ -207,7 +207,8 @@ def work(arguments: argparse.Namespace) -> None:
 def measure_all(arguments: argparse.Namespace) -> None:
     """Measure each SHAPE/SETTING that this rank is told, and as rank 0 append a line for each."""
     place = Place.read(os.environ)
-    device = torch.device("cuda", arguments.device) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = torch.cuda.is_available() and not arguments.quick
+    device = torch.device("cuda", arguments.device) if on_gpu else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
