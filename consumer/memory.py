@@ -79,8 +79,8 @@ def require(found: MemoryEstimate, free_bytes: int, what: str) -> None:
     """Refuse a step that is larger than what is free. Raises TooLarge."""
     if found.total_bytes > free_bytes:
         raise TooLarge(
-            f"{what}: {found}; free are {free_bytes / 1e9:.1f} GB: lower anchors.num, pack.tokens or loss.chunk_rows, "
-            "or give the drafter a GPU of its own"
+            f"{what}: {found}; free are {free_bytes / 1e9:.1f} GB: lower anchors.num (auto: anchors.sizes), "
+            "pack.tokens or loss.chunk_rows, or give the drafter a GPU of its own"
         )
 
 

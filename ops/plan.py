@@ -102,7 +102,8 @@ def _memory_lines(places: Map, machine: Machine, facts: Facts) -> list[str]:
             who = ", ".join(one.name for one in places.placements if gpu in one.gpus)
             raise NoResource(
                 f"GPU {gpu}: {who} need about {_gb(need)} (target {_gb(facts.target_bytes)}, {facts.step_line}), "
-                f"it has {_gb(known[gpu])}; use another GPU, more of them, fewer anchors.num or a smaller pack.tokens"
+                f"it has {_gb(known[gpu])}; use another GPU, more of them, fewer anchors (anchors.num or sizes) or "
+                "a smaller pack.tokens"
             )
         lines.append(f"  GPU {gpu}: {_gb(need)}" + (f" of {_gb(known[gpu])}" if gpu in known else ""))
     return [

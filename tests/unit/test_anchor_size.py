@@ -10,6 +10,7 @@ import torch
 from configs.load import ConfigError, config_from
 from configs.schema import AnchorsConfig
 from consumer.anchor_size import AnchorSize, next_size
+from consumer.capture import each_size
 from consumer.distributed import Offer, Turn
 from consumer.memory import estimate_of
 from evaluation.facts import auto_line
@@ -120,6 +121,16 @@ def test_the_number_of_anchors_may_change_between_steps_and_the_loss_stays_a_mea
     few.run()
     many.run()
     assert float(few.latest[2]) == float(many.latest[2])
+
+
+def test_each_size_is_gone_through_from_the_largest_and_the_steps_own_is_set_again() -> None:
+    step = step_of()
+    step.anchor_sizes = (4, 8, 12)
+    step.num_anchors = 8
+    assert list(each_size(step, lambda: step.num_anchors).items()) == [(12, 12), (8, 8), (4, 4)]
+    with pytest.raises(ZeroDivisionError):
+        each_size(step, lambda: 1 // 0)
+    assert step.num_anchors == 8
 
 
 def test_more_anchors_contain_the_fewer_ones_of_the_same_seed() -> None:
