@@ -8,7 +8,6 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,14 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+class MeasuredLinear(nn.Linear):
+    """nn.Linear by `product`. A class, since torch.compile makes layers anew whose modules differ by an attribute."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name
+        """Return input @ weight^T."""
+        return product(input, self.weight)
+
+
 def large_products(target: Target, tokens: int) -> list[nn.Linear]:
     """The layers whose product with `tokens` rows is worth measuring."""
     return [
@@ -45,15 +52,15 @@ def replace_products(target: Target, tokens: int) -> int:
     """Let `product` do the large products of `target`, before its layers are compiled; returns how many layers."""
     found = large_products(target, tokens)
     for module in found:
-        module.forward = partial(product, weight=module.weight)  # type: ignore[method-assign]
+        module.__class__ = MeasuredLinear
     return len(found)
 
 
 def restore_products(target: Target) -> None:
     """Undo `replace_products`."""
     for module in target.layers.modules():
-        if type(module) is nn.Linear:
-            module.__dict__.pop("forward", None)
+        if type(module) is MeasuredLinear:
+            module.__class__ = nn.Linear
 
 
 def measure_products(target: Target, tokens: int, say: Callable[[str], None]) -> int:

@@ -1,10 +1,10 @@
 """Packed reading: documents laid end to end in one row, each attending to itself alone. No padding, one shape.
 
 Attention is the only place where tokens of a softmax target meet, so a target whose attention is cut by document reads
-a whole pack exactly. transformers lets a name stand for an attention function; ours is `NAME`. On a GPU it is torch's
-variable-length FlashAttention, elsewhere one SDPA call per document. Where it cannot say what a layer asks for
-(chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py). Linear layers of a hybrid target
-are cut by producer/packed_recurrent.py.
+a whole pack exactly. transformers lets a name stand for an attention function; ours is `NAME`. On a GPU it is cuDNN and
+variable-length FlashAttention (packed_cuda.py), elsewhere one SDPA call per document. Where it cannot say what a layer
+asks for (chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py). Linear layers of a hybrid
+target are cut by producer/packed_recurrent.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
+
+from producer import packed_cuda
 
 NAME = "dflash_packed"
 WHOLE_CONTEXT = -1
@@ -34,15 +36,33 @@ class Bounds:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.starts = torch.zeros(1, dtype=torch.int32)
+        self.long_from: int | None = None
+        """Tokens from which a leading document is attended apart (packed_cuda.py); None: never."""
+        self.apart: list[packed_cuda.Apart] = []
+        self.rest_starts = self.starts
         self.positions = torch.zeros(0, dtype=torch.int32)  # [T]: tokens of the same document before each
 
     def set(self, lengths: list[int], device: torch.device) -> None:
         """Describe a row: `lengths` in tokens, adding up to the row's."""
         self.lengths = lengths
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self.starts = starts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else starts
-        positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
-        self.positions = positions.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else positions
+        self.starts = self.rest_starts = _ends(lengths, device)
+        self.apart = packed_cuda.documents_apart(lengths, self.long_from)
+        if self.apart:
+            self.rest_starts = _ends(self.rest, device)
+        self.positions = _copied(torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]), device)
+
+    @property
+    def rest(self) -> list[int]:
+        """Lengths of the documents that are not attended apart."""
+        return self.lengths[len(self.apart) :]
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    return _copied(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+
+
+def _copied(values: Tensor, device: torch.device) -> Tensor:
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 BOUNDS = Bounds()
@@ -53,18 +73,14 @@ BOUNDS = Bounds()
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Attend causally inside each document of BOUNDS.
 
-    Shapes: q [T, heads, d], k and v [T, kv heads, d] -> [T, heads, d]. `window`: a token sees at most this many tokens,
-    itself included; WHOLE_CONTEXT for all. An operator of its own, so that torch.compile need not know BOUNDS.
+    Shapes: q [T, heads, d], k and v [T, kv heads, d] -> [T, heads, d], contiguous. `window`: a token sees at
+    most this many tokens, itself included; WHOLE_CONTEXT for all. An operator of its own, so that torch.compile need
+    not know BOUNDS.
     """
     if q.is_cuda:
-        left = window - 1 if window != WHOLE_CONTEXT else -1
-        longest = max(BOUNDS.lengths)
-        starts = BOUNDS.starts if BOUNDS.starts.device == q.device else BOUNDS.starts.to(q.device)
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale,
-            window_size_left=left if left >= 0 else None, window_size_right=0 if left >= 0 else None,
-        )[0]  # fmt: skip
-        return out
+        if window == WHOLE_CONTEXT or window >= max(BOUNDS.lengths):
+            return packed_cuda.attend(q, k, v, scale, BOUNDS.apart, BOUNDS.rest, BOUNDS.rest_starts)
+        return packed_cuda.varlen(q, k, v, BOUNDS.starts, max(BOUNDS.lengths), scale, window).contiguous()
     return _one_by_one(q, k, v, scale, window)
 
 
@@ -87,7 +103,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> T
 
 @attend_packed.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:  # noqa: ARG001
-    return q.new_empty(q.shape)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def attention(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from configs.schema import TargetConfig
-from producer import packed, packed_recurrent
+from producer import packed, packed_cuda, packed_recurrent
 from producer.target import TargetDescription, TargetError, find_trunk
 
 
@@ -109,6 +109,8 @@ class Target:
         kinds = getattr(self.trunk.config, "layer_types", None) or [""] * len(self.layers)
         self._recurrent = packed_recurrent.modules_of(self.layers, kinds)
         packed.use(self.trunk.config)
+        dtype = self.trunk.embed_tokens.weight.dtype
+        packed.BOUNDS.long_from = packed_cuda.long_from(self.trunk.config, dtype, self.device)
         self.is_packed = True
 
     def use_rows(self) -> None:
