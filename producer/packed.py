@@ -3,8 +3,8 @@
 Attention is the only place where tokens of a softmax target meet, so a target whose attention is cut by document reads
 a whole pack exactly. transformers lets a name stand for an attention function; ours is `NAME`. On a GPU it is cuDNN and
 variable-length FlashAttention (packed_cuda.py), elsewhere one SDPA call per document. Where it cannot say what a layer
-asks for (chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py). Linear layers of a hybrid
-target are cut by producer/packed_recurrent.py.
+asks for (chunked attention, soft caps, sinks) it is not used: rows are (producer/row_plan.py). Linear layers of a
+hybrid target are cut by producer/packed_recurrent.py.
 """
 
 from __future__ import annotations
