@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from producer import packed
 from producer.packed_cuda import LONG_DOCUMENT, long_from
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [1300, 640, 513, 200, 90, 3]
 
 
