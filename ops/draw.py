@@ -120,7 +120,8 @@ def _process(process: dict[str, Any], width: int) -> list[Text]:
     parts = [_number(process, "step", "step {:,.0f}")]
     if process["role"] == DRAFTER:
         parts += [_number(process, "loss", "loss {:.3f}"), _number(process, "accept_len", "accepted {:.2f}"),
-                  _number(process, "lr", "lr {:.2e}"), _number(process, "grad_norm", "grad {:.2g}")]  # fmt: skip
+                  _number(process, "lr", "lr {:.2e}"), _number(process, "grad_norm", "grad {:.2g}"),
+                  _number(process, "anchors", "{:.0f} anchors")]  # fmt: skip
     parts += [
         _number(process, "tokens_per_s", "{:,.0f} tokens/s"),
         _number(process, "starved_pct", "starved {:.0f} %"),

@@ -133,7 +133,7 @@ def _picture() -> dict[str, Any]:
             "published_per_s": 1.0, "released_per_s": 1.0, "bytes_per_s": 1e9, "attached": []}  # fmt: skip
     process = {"name": "drafter0", "role": "drafter", "state": "running", "pid": 1, "step": 5, "loss": 1.0,
                "restarts": 2, "accept_len": 2.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_s": 1e6,
-               "starved_pct": 3.0}  # fmt: skip
+               "starved_pct": 3.0, "anchors": 768}  # fmt: skip
     return {"run": "r", "state": "running", "uptime_s": 3, "eta_s": None, "launcher_pid": 1, "rings": [ring],
             "processes": [process], "gpus": [], "verdict": judge(50, 1).as_dict()}  # fmt: skip
 
@@ -145,6 +145,7 @@ def test_no_line_is_wider_than_the_terminal_and_every_slot_is_drawn(width: int) 
     assert sum(line.split("   .")[0].count("R") for line in text.splitlines() if set(line[2:8]) == {"R"}) == 256
     assert "1,000,000 tokens/s" in text
     assert "2 restarts" in text
+    assert "768 anchors" in text
 
 
 def test_a_sparkline_spans_its_history_with_the_newest_at_the_right() -> None:
