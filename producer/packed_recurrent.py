@@ -24,6 +24,7 @@ from producer.packed import BOUNDS, LINEAR, CannotPack
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
+TUNED_LENGTH = 600  # tokens of a document when kernels are timed; conversations are of that order
 CHUNK = 64  # tokens that flash-linear-attention's kernels take at once; given to it, so that our indices fit
 
 Rule = Callable[..., Any]
@@ -60,6 +61,26 @@ def by_document(modules: Iterable[str]) -> Iterator[None]:
     finally:
         for words, own_convolution, own_rule in saved:
             words[CONVOLUTION], words[DELTA_RULE] = own_convolution, own_rule
+
+
+@torch.inference_mode()
+def tune(layers: Iterable[nn.Module], tokens: int, hidden: int) -> bool:
+    """Run the first linear layer on a row [1, tokens, hidden] of random states; returns whether there is one.
+
+    flash-linear-attention keeps the first timing of a kernel by the sizes of its heads, whatever the length: without
+    this, the start-up check's two short documents would choose for whole packs. Raises CannotPack as `modules_of`.
+    """
+    for layer in layers:
+        recurrent: Any = getattr(layer, "linear_attn", None)
+        if recurrent is not None:
+            modules = modules_of([layer], [LINEAR])
+            weight: Tensor = recurrent.conv1d.weight
+            lengths = [TUNED_LENGTH] * (tokens // TUNED_LENGTH)
+            BOUNDS.set([*lengths, tokens - sum(lengths)] if tokens > sum(lengths) else lengths, weight.device)
+            with by_document(modules):
+                recurrent(hidden_states=torch.randn(1, tokens, hidden).to(weight))
+            return True
+    return False
 
 
 def convolution(

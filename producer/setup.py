@@ -31,6 +31,8 @@ def make_target(
     make = random_model if config.target.random_weights else load_model
     model = load() if load else make(description, config.target, device)
     target = Target(model, description.target_layer_ids)
+    if config.target.layout != "rows":
+        target.tune(config.pack.tokens)
     reference = selfcheck.read_alone(target)
     selfcheck.check_head(target, model, reference)
     del model

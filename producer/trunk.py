@@ -8,7 +8,7 @@ models normalise. The head is not run for features; it is kept only where final_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -112,6 +112,12 @@ class Target:
         dtype = self.trunk.embed_tokens.weight.dtype
         packed.BOUNDS.long_from = packed_cuda.long_from(self.trunk.config, dtype, self.device)
         self.is_packed = True
+
+    def tune(self, tokens: int) -> None:
+        """On a GPU, let the kernels of recurrent layers be timed on a pack of `tokens`, before any shorter row."""
+        if self.device.type == "cuda":
+            with suppress(packed.CannotPack):
+                packed_recurrent.tune(self.layers, tokens, self.hidden)
 
     def use_rows(self) -> None:
         """Attend as transformers does, with the implementation that the model was loaded with."""

@@ -151,6 +151,15 @@ def test_h10_a_recurrent_layer_of_a_kind_we_do_not_know_is_never_packed() -> Non
         packed_recurrent.modules_of([torch.nn.Linear(1, 1)], ["linear_attention"])
 
 
+@pytest.mark.parametrize("tokens", [1200, 700, 30])
+def test_kernels_are_timed_on_a_row_of_the_packs_length(tokens: int) -> None:
+    target = Target(make_family("qwen3_5"), TAPS)
+    assert packed_recurrent.tune(target.layers, tokens, target.hidden)
+    assert sum(BOUNDS.lengths) == len(BOUNDS.positions) == tokens
+    assert 0 not in BOUNDS.lengths
+    assert not packed_recurrent.tune(Target(make_family("llama"), TAPS).layers, tokens, target.hidden)
+
+
 def test_chunks_are_counted_by_document() -> None:
     pairs = packed_recurrent.chunk_pairs([65, 1, 64, 129]).tolist()
     assert pairs == [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1], [3, 2]]
