@@ -99,7 +99,7 @@ def convolution(
     out = x.float() * weight[:, -1].float()
     for back in range(1, taps):
         earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-        out = out + torch.where(tokens_before >= back, earlier, 0).float() * weight[:, taps - 1 - back].float()
+        out = out + earlier.masked_fill(tokens_before < back, 0).float() * weight[:, taps - 1 - back].float()
     out = ACTIVATIONS[activation](out if bias is None else out + bias.float())
     return out.to(hidden_states.dtype).transpose(1, 2)
 
