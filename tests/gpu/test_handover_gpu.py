@@ -1,4 +1,4 @@
-"""A drafter's state on a GPU through /dev/shm and back, bit for bit. Skipped without a CUDA device."""
+"""What a restart on a GPU keeps: the state through /dev/shm bit for bit, and the measured products. Needs CUDA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from consumer import products
 from consumer.host_copy import PIECE_BYTES, copy_all
 from consumer.saver import Saver, read_handed
 from shm_ring.handover import Handover
@@ -62,3 +63,25 @@ def test_a_state_is_handed_over_bit_for_bit_through_fresh_and_through_page_locke
     finally:
         shared.remove()
         shared.close()
+
+
+def test_a_restart_uses_the_measured_products_again_and_measures_nothing(tmp_path: Path) -> None:
+    memory = tmp_path / "products.json"
+    lines: list[str] = []
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+
+    def step() -> None:
+        products.multiply(a, b)
+
+    products.forget()
+    try:
+        assert products.tuned(step, lines.append, memory) == 1, lines
+        before = products.measured()
+        products.forget()
+        assert products.tuned(step, lines.append, memory) == 1, lines
+        assert products.measured() == before, "measured anew, the milliseconds would differ"
+        error = (products.multiply(a, b).float() - torch.mm(a, b).float()).norm() / torch.mm(a, b).float().norm()
+        assert float(error) < 1e-2
+    finally:
+        products.forget()
+    assert lines == []
