@@ -52,9 +52,10 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
 
 
 def facts_of_check(config: Config, plan: Mapping[str, Any], world: int) -> str:
-    """Digest of everything that the outcome depends on: this package's code, configuration, shapes, torch, GPU."""
+    """Digest of everything that the outcome depends on: the code of the step, configuration, shapes, torch, GPU."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    root = Path(__file__).parents[1]
+    for path in sorted([*root.glob("consumer/*.py"), *root.glob("gpu/*.py")]):
         digest.update(path.read_bytes())
     shapes = {key: plan[key] for key in ("target", "slot_spec")}
     shapes["draft_vocab"] = len(plan["draft_vocab"] or ())

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumer import products
 from consumer.host_copy import PIECE_BYTES, copy_all
 from consumer.saver import Saver, read_handed
+from gpu import products
 from shm_ring.handover import Handover
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
