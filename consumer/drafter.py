@@ -253,10 +253,11 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set initial weights: matrices normal with deviation 0.02, norms one. The generator is on their device."""
+        """Set initial weights: matrices normal with deviation 0.02, norms one. Drawn on the generator's device."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(std=0.02, generator=generator)
+                drawn = parameter if parameter.device == generator.device else parameter.to(generator.device)
+                parameter.copy_(drawn.normal_(std=0.02, generator=generator))
             else:
                 parameter.fill_(1.0)
 

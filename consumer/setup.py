@@ -86,10 +86,10 @@ def make_drafter(
     `weights_follow`: they come from elsewhere, so nothing is read or drawn for them.
     """
     shape = drafter_shape(config.drafter, plan["target"], plan["draft_vocab"])
+    with device:
+        drafter = Drafter(shape)
     if weights_follow:
-        with device:
-            return Drafter(shape)
-    drafter = Drafter(shape)
+        return drafter
     drafter.reset_parameters(torch.Generator().manual_seed(config.run.seed))
     if config.drafter.init_from is not None:
         taps = tuple(plan["target"]["target_layer_ids"])
@@ -101,7 +101,7 @@ def make_drafter(
     elif config.drafter.init == "target_last_layers":
         copied = init_from_target(drafter, Path(plan["target"]["path"]))
         log("initial weights", copied=len(copied), random=len(drafter.state_dict()) - len(copied) - 1)
-    return drafter.to(device)
+    return drafter
 
 
 def make_head(plan: dict[str, Any], dtype: torch.dtype, device: torch.device) -> FrozenHead:
