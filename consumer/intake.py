@@ -54,7 +54,8 @@ class Intake:
             try:
                 slot = self._reader.take(timeout_s=SLICE_S, stop=lambda: self._control.stopping)
             except RingStopped:
-                self._control.stop("ring stopped")
+                if not self._control.stopping:  # else this process was asked to, and knows why
+                    self._control.stop("ring stopped")
                 return NOTHING_YET
             except RingTimeout as empty:
                 self._report(str(empty))
