@@ -199,6 +199,10 @@ def draw(watched: Watched, result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def _write(file: Path, result: dict[str, Any]) -> None:
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     """Run, measure, disturb, stop, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,9 +231,14 @@ def main() -> int:
         watched = Watched(config, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     result: dict[str, Any] = {"run": config.run.name, "targets": len(config.target.devices)}
     result["drafters"] = len(config.training.devices)
+    file = arguments.results or arguments.out / f"{config.run.name}.json"
     try:
         result |= measure(watched, arguments.seconds)
-        result["back_after_s"] = {what: round(disturb(watched, what), 1) for what in arguments.disturb}
+        result["back_after_s"] = {}
+        for what in arguments.disturb:
+            _write(file, result)  # the time may run out
+            result["back_after_s"][what] = round(disturb(watched, what), 1)
+        _write(file, result)
         watched.process.send_signal(signal.SIGINT)
         watched.process.wait(180)
         result["records"] = check_records(watched.folder)
@@ -237,8 +246,7 @@ def main() -> int:
     finally:
         if watched.process.poll() is None:
             watched.process.kill()
-    text = json.dumps(result, indent=1)
-    (arguments.results or arguments.out / f"{config.run.name}.json").write_text(text + "\n")
+    _write(file, result)
     print(json.dumps({key: value for key, value in result.items() if key != "occupancy"}))
     return 0
 

@@ -48,6 +48,8 @@ def test_parts_add_up_to_attention_by_document(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(packed_cuda, "varlen", varlen)
     monkeypatch.setattr(packed_cuda, "dense", dense)
+    monkeypatch.setattr(packed_cuda, "LONG_DOCUMENT", 128)
+    monkeypatch.setattr(packed_cuda, "_planned", set())
     bounds = packed.Bounds()
     bounds.long_from = 128
     bounds.set(lengths, torch.device("cpu"))
