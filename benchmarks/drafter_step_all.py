@@ -104,7 +104,7 @@ def collect(folder: Path, target: Path) -> None:
 
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    return os.environ.get("COMMIT") or done.stdout.strip() or "unknown"
 
 
 def main() -> None:

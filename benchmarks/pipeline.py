@@ -415,7 +415,7 @@ def facts() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
     return {"hardware": gpu, "gpus": torch.cuda.device_count(), "versions": versions} | {
-        "commit": commit or os.environ.get("COMMIT", "unknown")
+        "commit": os.environ.get("COMMIT") or commit or "unknown"
     }
 
 

@@ -347,7 +347,7 @@ def _machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return found | {"commit": commit or os.environ.get("COMMIT", "unknown")}
+    return found | {"commit": os.environ.get("COMMIT") or commit or "unknown"}
 
 
 if __name__ == "__main__":
