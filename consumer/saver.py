@@ -1,7 +1,7 @@
 """Save in the background: training stops for the copy from the device to the host, and for nothing else.
 
-The copy goes into host memory of its own, kept from one checkpoint to the next and page-locked beside a GPU. A thread
-then checks, writes, hashes and renames, and clears old checkpoints away. One checkpoint is under way at a time.
+The copy goes into host memory of its own (host_copy.py), kept from one checkpoint to the next. A thread then checks,
+writes, hashes and renames, and clears old checkpoints away. One checkpoint is under way at a time.
 
 That memory lies in /dev/shm where there is room (shm_ring/handover.py): a drafter that leaves to be started again
 copies its state there, marks it complete, and its successor goes on from it and writes it to disk in the background.
@@ -10,7 +10,6 @@ It is overwritten only when what it holds is on disk, or older than what a draft
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -72,7 +71,6 @@ class Saver:
         self._folder, self._keep, self._say, self._shared = folder, keep, say, shared
         self._buffers: dict[str, Tensor] = {}
         self._memory: Tensor | None = None
-        self._page_locked = self._lock_tried = False
         self._handed: Handed | None = None
         self._superseded = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,9 +93,7 @@ class Saver:
         self.wait()
         began = time.monotonic()
         tensors = _joined(drafter, state)
-        memory = self._memory_for(tensors)
-        if not self._lock_tried and any(tensor.is_cuda for tensor in tensors.values()):
-            self._lock_pages(memory)
+        self._memory_for(tensors)
         self._fill(tensors)
         self._begin(step, self._buffers, trained, meta, time.monotonic() - began)
 
@@ -191,13 +187,7 @@ class Saver:
         """Copy to the host."""
         if self._shared is not None:
             self._shared.begin()
-        if not self._page_locked:
-            copy_all([(self._buffers[name], tensor) for name, tensor in tensors.items()])
-            return
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        copy_all([(self._buffers[name], tensor) for name, tensor in tensors.items()])
 
     def _memory_for(self, tensors: dict[str, Tensor]) -> Tensor:
         """One piece of host memory, in /dev/shm if there is room, with a view for each tensor."""
@@ -217,17 +207,6 @@ class Saver:
             name: _view(self._memory, at, tensors[name].dtype, tensors[name].shape) for name, at in places.items()
         }
         return self._memory
-
-    def _lock_pages(self, memory: Tensor) -> None:
-        self._lock_tried = True
-        began = time.monotonic()
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-        if code:
-            with contextlib.suppress(RuntimeError):  # takes back the error that would meet the next CUDA call
-                torch.zeros(1, device="cuda")
-        self._page_locked = code == 0
-        seconds = round(time.monotonic() - began, 2)
-        self._say("checkpoint", host_bytes=memory.numel(), page_locked=code == 0, seconds=seconds)
 
     def _places(self, memory: Tensor) -> dict[str, Any]:
         """Where in the memory each tensor lies, for the next life."""

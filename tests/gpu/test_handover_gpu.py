@@ -40,15 +40,13 @@ def test_every_byte_crosses_the_bus_both_ways_also_while_the_gpu_is_still_writin
             assert torch.equal(back[name], tensor), name
 
 
-@pytest.mark.parametrize("page_locked", [False, True])
-def test_a_state_is_handed_over_bit_for_bit_through_fresh_and_through_page_locked_memory(
-    page_locked: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_a_state_is_handed_over_bit_for_bit_through_fresh_and_through_used_memory(used: bool, tmp_path: Path) -> None:
     shared = Handover.create(f"handover-gpu-{os.getpid()}")
     try:
         saver = Saver(tmp_path / "checkpoints", 3, lambda *_, **__: None, shared)
         wanted = tensors()
-        if page_locked:  # a checkpoint went through that memory before
+        if used:  # a checkpoint went through that memory before
             saver.start(1, {"half": wanted["half"]}, wanted, frozenset(), {})
             saver.wait()
             for tensor in wanted.values():
