@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +118,17 @@ def measured() -> dict[str, tuple[float, float]]:
 def forget() -> None:
     """Leave all products to torch.mm again."""
     _plans.clear()
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Leave all products to torch.mm for a while, to compare."""
+    plans = dict(_plans)
+    _plans.clear()
+    try:
+        yield
+    finally:
+        _plans.update(plans)
 
 
 def _product_of(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product | None:
