@@ -68,6 +68,7 @@ class Supervisor:
         self._hosts = hosts
         self._life: Life | None = None
         self._life_over = True
+        self._stopping = False
         self._closing = threading.Event()
         self._wanted_restarts: list[str] = []
         self._wanted_lock = threading.Lock()
@@ -122,7 +123,8 @@ class Supervisor:
         return children
 
     def stop(self, now: bool = False) -> None:
-        """Ask every process to stop, drafters first; with `now`, kill them."""
+        """Ask every process to stop, drafters first; with `now`, kill them. None is started from then on."""
+        self._stopping = True
         for child in [*self.side(DRAFTER), *self.side(TARGET)]:
             child.restart_asked = False
             if now:
@@ -153,7 +155,7 @@ class Supervisor:
             self._watcher.join(5)
 
     def _may_start(self, child: Child) -> bool:
-        return child.placement.role == TARGET or not self._life_over
+        return not self._stopping and (child.placement.role == TARGET or not self._life_over)
 
     def _spawn(self, child: Child) -> None:
         again = child.started_at > 0
@@ -293,6 +295,8 @@ class Supervisor:
     def _begin_restarts(self) -> None:
         with self._wanted_lock:
             names, self._wanted_restarts = self._wanted_restarts, []
+        if self._stopping:  # a restart that was asked for in the moment of the stop
+            return
         for child in self.children:
             if child.name in names:
                 self._out.say(f"{child.name} is being restarted on request")
