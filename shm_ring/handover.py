@@ -118,9 +118,11 @@ class Handover:
         """Say that the data are written, with a description of them; raises NoSharedMemory."""
         text = json.dumps(description).encode()
         try:
-            os.pwrite(self._fd, text, OFFSET_DATA + self._data_bytes)
+            written = os.pwrite(self._fd, text, OFFSET_DATA + self._data_bytes)
         except OSError as why:
             raise NoSharedMemory(f"{SHM_DIR}{self.name}: {why.strerror}") from None
+        if written < len(text):  # the memory ran out in the middle
+            raise NoSharedMemory(f"{SHM_DIR}{self.name}: {written} of {len(text)} bytes of the description fit")
         os.pwrite(self._fd, _HEADER.pack(layout.MAGIC_STATE, 0, step, self._data_bytes, len(text)), 0)
         os.pwrite(self._fd, _COMPLETE.pack(1), _OFFSET_COMPLETE)
 

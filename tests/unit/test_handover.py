@@ -140,6 +140,20 @@ def test_without_room_the_state_goes_through_the_disk_and_one_line_says_so(
     assert saver.wait() == run_dir / "checkpoints" / "step-9"
 
 
+def test_a_description_that_does_not_fit_makes_the_state_go_through_the_disk(
+    run_dir: Path, shared: Handover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full tmpfs may take a part of what is written and raise nothing."""
+    written = os.pwrite
+
+    def half_of_texts(fd: int, data: bytes, at: int) -> int:
+        return written(fd, data[: len(data) // 2] if data[:1] == b"{" else data, at)
+
+    monkeypatch.setattr(os, "pwrite", half_of_texts)
+    assert not hand_over(run_dir, shared, 9)
+    assert shared.read() is None
+
+
 def test_a_checkpoint_given_up_for_a_newer_state_is_not_complete(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="given up"):
         save_checkpoint(run_dir / "checkpoints", 9, *weights(1.0), frozenset(), META, lambda: True)
