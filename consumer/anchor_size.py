@@ -53,13 +53,16 @@ class AnchorSize:
         self._begin_at: int | None = None
         self._mark: _Mark | None = None
 
-    def hear(self, step: int, turn: Turn) -> Change | None:
-        """Follow a turn after `step` steps; returns the change where one is due, which all ranks then make at once."""
+    def hear(self, step: int, turn: Turn, in_a_step: bool = False) -> Change | None:
+        """Follow a turn after `step` steps; returns the change where one is due, which all ranks then make at once.
+
+        `in_a_step`: micro-steps wait for the rest of their step, so nothing is changed; a pause is heard all the same.
+        """
         if len(self.sizes) == 1:
             return None
         if turn.paused or self._begin_at is None:
             self._mark, self._begin_at = None, step + self._every
-        if step < self._begin_at:
+        if in_a_step or step < self._begin_at:
             return None
         now = _Mark(step, turn.elapsed_s, turn.starved_s)
         mark, self._mark = self._mark, self._mark or now

@@ -261,7 +261,7 @@ class Trainer:
         """Follow rank 0's clock, any rank's wish for a checkpoint, and how long all wait for packs (anchor_size.py)."""
         self._clock_s = turn.elapsed_s
         self._save_asked |= turn.checkpoint
-        change = None if self.in_a_step else self._anchor_size.hear(self.step.step, turn)
+        change = self._anchor_size.hear(self.step.step, turn, self.in_a_step)
         if change is not None:
             self.step.num_anchors = change.now
             if self._ranks.rank == 0:

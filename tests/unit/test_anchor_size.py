@@ -81,6 +81,18 @@ def test_a_pause_is_no_measurement() -> None:
     assert settle(chooser, 0.5, first=22)[-1] == 1536
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_in_the_middle_of_a_step_nothing_changes_but_a_pause_is_heard(paused: bool) -> None:
+    chooser = AnchorSize(AUTO)
+    for step in range(20):
+        chooser.hear(step, turn(step, 0.9 * step))
+    assert chooser.hear(20, turn(20, 18), in_a_step=True) is None
+    if paused:
+        assert chooser.hear(20, turn(500, 18, pause=1), in_a_step=True) is None
+    change = chooser.hear(20, turn(520, 18) if paused else turn(20, 18))
+    assert (change is None) == paused, "the time of a pause is no measurement, wherever it began"
+
+
 def test_every_rank_concludes_the_same_from_the_one_that_waits_longest() -> None:
     first, second = AnchorSize(AUTO), AnchorSize(AUTO)
     changes = []
