@@ -73,12 +73,14 @@ def _choose_layout(target: Target, config: Config, check: Callable[[], None]) ->
         target.use_packed()
         check()
         return ""
-    except (CannotPack, TargetError) as no:
-        if config.target.layout == "packed":
-            raise TargetError(f"target.layout: packed is not possible ({no}); use auto or rows") from None
-        target.use_rows()
-        check()
-        return str(no)
+    except Exception as no:  # a kernel library of another version raises whatever it likes; rows do without it
+        known = isinstance(no, CannotPack | TargetError)
+        why = str(no) if known else f"{type(no).__name__}: {(str(no) or repr(no)).splitlines()[0]}"
+    if config.target.layout == "packed":
+        raise TargetError(f"target.layout: packed is not possible ({why}); use auto or rows")
+    target.use_rows()
+    check()
+    return why
 
 
 def _compile(target: Target, config: Config, check: Callable[[], None], log: Log) -> bool:

@@ -114,9 +114,12 @@ class Target:
         self.is_packed = True
 
     def tune(self, tokens: int) -> None:
-        """On a GPU, let the kernels of recurrent layers be timed on a pack of `tokens`, before any shorter row."""
+        """On a GPU, let the kernels of recurrent layers be timed on a pack of `tokens`, before any shorter row.
+
+        What does not work here is left for the start-up check to find, which then chooses rows.
+        """
         if self.device.type == "cuda":
-            with suppress(packed.CannotPack):
+            with suppress(Exception):
                 packed_recurrent.tune(self.layers, tokens, self.hidden)
 
     def use_rows(self) -> None:

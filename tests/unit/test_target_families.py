@@ -126,6 +126,19 @@ def test_h10_a_recurrent_target_is_read_packed_only_where_its_layers_stop_at_doc
     assert "rows (layer 0 is recurrent in a way of its own: Qwen3_5GatedDeltaNet)" in setup(folder)[2][-1]
 
 
+def test_h10_a_kernel_library_that_does_not_work_makes_a_recurrent_target_read_in_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_another_version(*_tensors: Any, **_words: Any) -> torch.Tensor:
+        raise TypeError("chunk_gated_delta_rule() got an unexpected keyword argument 'chunk_indices'")
+
+    folder = saved(tmp_path / "hybrid", make_family("qwen3_5"))
+    monkeypatch.setattr(packed_recurrent, "_delta_rule", of_another_version)
+    assert "rows (TypeError: chunk_gated_delta_rule() got an unexpected keyword argument" in setup(folder)[2][-1]
+    with pytest.raises(TargetError, match=r"packed is not possible \(TypeError"):
+        setup(folder, "target.layout=packed")
+
+
 class Leaking(torch.nn.Module):
     """A layer in which every token sees the running sum of all tokens before it, over document bounds."""
 
