@@ -24,7 +24,6 @@ PACKAGES = ("torch", "transformers", "numpy", "posix_ipc", "pyzmq", "pydantic", 
 SMALL_SHM_BYTES = 1 << 30
 FEW_THREADS = 2000
 """A process of either side has up to 40 threads of ours, and its libraries' at start."""
-_F_OFD_GETLK = 36
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 
 

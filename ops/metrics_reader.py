@@ -19,7 +19,6 @@ from ops.telemetry import METRICS_FILE
 LOOK_EVERY_S = 1.0
 HISTORY = 600
 _CHUNK = 1 << 20
-_NUMBERS = ("time", "step")
 Key = tuple[str, int]
 
 

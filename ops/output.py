@@ -19,7 +19,6 @@ from rich.text import Text
 
 _PLAIN_AT_S = (1.0, 10.0)
 _PLAIN_EVERY_S = 30.0
-_REDRAWS_PER_S = 4
 
 
 class _Console(Console):

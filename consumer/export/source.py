@@ -19,8 +19,6 @@ from consumer.export.readme import MIXED_WARNING, readme
 from consumer.frozen_head import FrozenHead, load_frozen_head
 from consumer.setup import shape_from_dict
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`: a checkpoint's folder, or a run's (its newest). Raises CheckpointError."""

@@ -20,7 +20,7 @@ class EmptyRing:
     def __init__(self, control: Control, reason: str) -> None:
         self.control, self.reason = control, reason
 
-    def take(self, timeout_s: float, stop: Any) -> None:
+    def take(self, timeout_s: float, stop: Any) -> None:  # noqa: ARG002
         if self.reason:
             self.control.stop(self.reason)
             assert stop()
