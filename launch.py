@@ -344,7 +344,7 @@ COMMANDS: dict[str, Command] = {
     "verify": (_verify, "check an exported drafter against a target", _verify_options),
     "eval": (_eval, "measure accepted length and speed in the decoding loop", _eval_options),
     "stop": (_stop, "stop a run gracefully: the drafter saves", _of_run),
-    "clean": (_clean, "remove rings and sockets of which no process lives", _no_options),
+    "clean": (_clean, "remove rings, drafters' states and sockets of which no process lives", _no_options),
 }
 
 if __name__ == "__main__":

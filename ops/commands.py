@@ -127,7 +127,7 @@ def passed_on(reply: dict[str, Any], name: str) -> list[str]:
 
 
 def clean() -> list[str]:
-    """Remove rings and sockets of which no process lives; living ones are listed and left alone."""
+    """Remove rings, states and sockets of which no process lives; living ones are listed and left alone."""
     lines = [f"{name}: {what}" for name, what in Ring.clean()]
     root = runtime_root()
     for folder in sorted(root.iterdir()) if root.is_dir() else []:

@@ -41,7 +41,7 @@ class Control:
         self.settings: dict[str, Any] = {}
         """Live settings by their configuration name, for example {"training.log_every_steps": 5}."""
         self.stop_reason = ""
-        """Why the process should stop: "asked", RESTART, "signal" or "launcher died"; empty while it should not."""
+        """Why the process should stop: "asked", RESTART, "signal", "launcher died" or "ring stopped"; else empty."""
         self._identity = {"role": role, "rank": rank, "pid": os.getpid(), "started": round(time.time(), 3)}
         self._state: dict[str, Any] = {"state": "starting"}
         self._stopping = False  # a plain flag: a signal handler must take no lock
