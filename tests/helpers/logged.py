@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.helpers.tiny_run import REPOSITORY
 
+STOP_S = 40.0  # torchrun kills workers that do not leave after 30 s
+
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own, with all that it says in `log`."""
@@ -18,6 +20,19 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> 
             command, cwd=REPOSITORY, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started. Asked first: torchrun's workers have sessions of their own, and only it can
+    end them.
+    """
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]], logs: Iterable[Path], timeout_s: float) -> str:
@@ -29,8 +44,7 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]], logs: Iterable[Path], 
         except subprocess.TimeoutExpired:
             late = True
         if late:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            stop(process)
     said = "\n".join(f"--- {log}\n{log.read_text(errors='replace')}" for log in logs)
     assert not late, f"not done within {timeout_s:g} s\n{said}"
     codes = [process.returncode for process in processes]

@@ -10,7 +10,7 @@ from pathlib import Path
 from configs.run_files import from_ranges, read_journals
 from shm_ring.errors import RingStopped
 from tests.helpers.fed_ring import fed_ring
-from tests.helpers.logged import end_all, start
+from tests.helpers.logged import end_all, start, stop
 from tests.helpers.tiny_run import LIMIT_S, Tiny
 
 NUM_PACKS = 41  # odd: one rank has none in the last step
@@ -31,6 +31,9 @@ def train_all_by_torchrun(tiny: Tiny, environment: Mapping[str, str]) -> str:
             ring.writer.finish()
         except RingStopped:
             pass  # it has left; its log says why
+        except BaseException:
+            stop(started)
+            raise
         said = end_all([started], [log], LIMIT_S / 2)
     final = json.loads((tiny.dir / "final.json").read_text())
     assert final["packs_trained"] == NUM_PACKS
