@@ -3,8 +3,9 @@
 Several drafter processes (ranks) go through it in step: before each pack they agree on what to do (distributed.py), so
 all train, wait, save and stop together; a rank without a pack takes part with an empty one. It ends when every pack of
 the plan is in the weights, or at max_steps or max_seconds, or when any rank is told to stop; each time after a whole
-pack, with a checkpoint. What was trained since the last checkpoint when a rank is killed is not in the weights any
-more: the next generation's record says so, and the producers make those packs again.
+pack, with a checkpoint, or with its state in memory where it is started again at once (saver.py). What was trained
+since the last checkpoint when a rank is killed is not in the weights any more: the next generation's record says so,
+and the producers make those packs again.
 """
 
 from __future__ import annotations
