@@ -5,7 +5,7 @@ writes, hashes and renames, and clears old checkpoints away. One checkpoint is u
 
 That memory lies in /dev/shm where there is room (shm_ring/handover.py): a drafter that leaves to be started again
 copies its state there, marks it complete, and its successor goes on from it and writes it to disk in the background.
-It is overwritten only when what it holds is on disk, or older than what a drafter that leaves puts in its place.
+It is overwritten only when the disk has taken what it holds, or has refused it, or by a drafter that leaves with more.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ class Saver:
         A checkpoint that is still being written is given up; leave the process without waiting for its thread.
         """
         began = time.monotonic()
+        adopted = self._handed
+        if self._shared is not None and adopted is not None and adopted.step == step:  # still there, untouched
+            self._say("handed over", step=step, packs=len(trained), path=self._shared.path, num_bytes=0, seconds=0.0)
+            return True
         tensors = _joined(drafter, state)
         memory = self._memory_for(tensors)
         if self._shared is None or not all(bool(torch.isfinite(tensor).all()) for tensor in drafter.values()):

@@ -120,6 +120,21 @@ def test_a_checkpoint_that_waits_to_be_written_is_written_before_its_memory_is_u
     assert torch.equal(read_checkpoint(run_dir / "checkpoints/step-10").drafter()["fc"], weights(2.5)[0]["fc"])
 
 
+def test_a_state_that_nothing_was_trained_on_is_handed_on_as_it_lies(run_dir: Path, shared: Handover) -> None:
+    """A second restart before the first step: to copy the state over itself would risk the only one there is."""
+    assert hand_over(run_dir, shared, 5)
+    found = read_handed(shared)
+    assert found is not None
+    saver = Saver(run_dir / "checkpoints", 3, ignore, shared)
+    saver.adopt(found)
+    before = Path(shared.path).stat().st_mtime_ns
+    assert saver.hand_over(5, *weights(7.0), frozenset(range(5)), META, run_dir)
+    assert Path(shared.path).stat().st_mtime_ns == before
+    again = read_handed(shared)
+    assert again is not None
+    assert (again.drafter()["fc"] == 1.5).all()
+
+
 def test_weights_that_are_not_finite_are_not_handed_over(run_dir: Path, shared: Handover) -> None:
     assert not hand_over(run_dir, shared, 9, float("nan"))
     assert shared.read() is None
