@@ -10,7 +10,7 @@ import torch
 
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer import drafter as drafter_module
-from consumer import float8, products
+from consumer import float8
 from consumer import loss as loss_module
 from consumer.anchors import Anchors, random_keys, select_anchors
 from consumer.attention import block_mask_of, dense_attention, flex_attention_of, flex_rows
@@ -22,6 +22,7 @@ from consumer.optimizer import AdamW, AdamWRule
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
+from gpu import products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
