@@ -49,7 +49,7 @@ def test_the_death_of_one_rank_restarts_the_drafters_alone_and_all_stop_at_the_s
     threads = {name: len(os.listdir(f"/proc/{pid}/task")) for name, pid in before.items()}
     assert all(number < 40 for number in threads.values()), threads  # M-07
     os.kill(before["drafter1"], signal.SIGKILL)
-    tiny.wait_for(lambda: (tiny.dir / "logs" / "drafter0.log").read_text().count("resumed") == 1)
+    tiny.wait_for(lambda: (tiny.dir / "logs" / "drafter0.log").read_text().count("| resumed |") == 1)
     after = pids(tiny)
     assert {name for name in before if after[name] != before[name]} == {"drafter0", "drafter1"}
     code, out = tiny.end()

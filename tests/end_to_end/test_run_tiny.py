@@ -22,7 +22,7 @@ def test_kill_9_of_the_drafter_loses_no_pack_and_reloads_no_target(tiny: Tiny) -
     tiny.wait_for(lambda: any(line["step"] >= 45 for line in tiny.metrics("drafter")))
     target_pid = tiny.pid_of("target")
     os.kill(tiny.pid_of("drafter"), signal.SIGKILL)
-    tiny.wait_for(lambda: (tiny.dir / "logs" / "drafter0.log").read_text().count("resumed") == 1)
+    tiny.wait_for(lambda: (tiny.dir / "logs" / "drafter0.log").read_text().count("| resumed |") == 1)
     assert tiny.pid_of("target") == target_pid
     code, out = tiny.end()
     assert code == 0, out

@@ -72,7 +72,7 @@ def test_two_hosts_train_what_one_host_with_two_of_each_trains(tiny: Tiny, two_h
 
 def resumed(two_hosts: TwoHosts) -> int:
     """How often the drafters of both have gone on from a checkpoint."""
-    return (two_hosts.hosts[0].dir / "logs" / "drafter0.log").read_text().count("resumed")
+    return (two_hosts.hosts[0].dir / "logs" / "drafter0.log").read_text().count("| resumed |")
 
 
 def reached(two_hosts: TwoHosts, step: int) -> bool:

@@ -87,7 +87,7 @@ def test_a_rank_killed_in_the_graph_restarts_the_drafters_and_no_pack_is_lost(on
     logs = "\n".join(f"--- {path}\n{path.read_text()}" for path in sorted((on_gpus.dir / "logs").glob("*.log")))
     assert code == 0, f"{out}\n{logs}"
     log = (on_gpus.dir / "logs" / "drafter0.log").read_text()
-    assert log.count("resumed") == 1, logs
+    assert log.count("| resumed |") == 1, logs
     assert "capture of the training step failed" not in log, logs
     assert (on_gpus.dir / "logs" / "target0.log").read_text().count("model loaded") == 1, logs
     final = json.loads((on_gpus.dir / "final.json").read_text())
