@@ -42,7 +42,9 @@ def test_a_killed_drafter_comes_back_from_its_checkpoint_and_the_target_stays(ru
     assert "drafter0 died (signal SIGKILL); restart 1 of 5" in out
     assert runs.log("target0").count("model loaded") == 1
     resumed = [
-        int(line.partition("step=")[2].split()[0]) for line in runs.log("drafter0").splitlines() if "| resumed |" in line
+        int(line.partition("step=")[2].split()[0])
+        for line in runs.log("drafter0").splitlines()
+        if "| resumed |" in line
     ]
     assert resumed[0] == 0
     assert resumed[1] >= 10
