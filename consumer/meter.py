@@ -15,20 +15,13 @@ import torch
 
 from consumer.distributed import Ranks
 from consumer.step import Reading, TrainStep
+from gpu.device import marks_of
 from ops.control import Control
 from ops.telemetry import Metrics, Phases, shares
 from shm_ring import Ring
 
 MOST_ON_THE_WAY = 4
 PHASES = ("step", "starved", "staging", "peers", "checkpoint", "evaluation", "other")
-
-
-def phases_of(device: torch.device) -> Phases:
-    """Begin to account for the time of `device`: on a GPU by events in the current stream, else by the host's clock."""
-    if device.type != "cuda":
-        return Phases()
-    stream = torch.cuda.current_stream(device)
-    return Phases(mark=lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
 
 
 class Meter:
@@ -38,7 +31,7 @@ class Meter:
         self, metrics: Metrics, control: Control, rings: list[Ring], device: torch.device, ranks: Ranks
     ) -> None:
         """`device`: whose time is accounted for."""
-        self.phases = phases_of(device)
+        self.phases = Phases(mark=marks_of(device))
         """Told which of PHASES the process enters."""
         self._metrics, self._control, self._rings, self._ranks = metrics, control, rings, ranks
         self._phases = tuple(phase for phase in PHASES if phase != "peers" or ranks.world > 1)

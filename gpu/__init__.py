@@ -1,1 +1,4 @@
-"""What both sides use on a GPU: matrix products by measured algorithms. Imports torch; knows nothing of either side."""
+"""What both sides use on a GPU: matrix products by measured algorithms, copies, marks of time.
+
+Imports torch; knows nothing of either side.
+"""

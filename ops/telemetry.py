@@ -101,15 +101,16 @@ class Moment:
 class Phases:
     """Where the seconds of a process go: each belongs to the phase begun last, so together they are all there are.
 
-    `mark` makes a mark where the work is done. For a GPU that is an event in its stream: then a phase begins when the
-    device has done what was queued before, and ends when it reaches the next mark. So waiting counts only as far as the
-    device ran dry meanwhile, however far ahead the host was. Nothing here waits for a mark: seconds are counted once
-    both their ends have passed. Costs two marks a phase, a few microseconds.
+    `mark` makes a mark where the work is done; None: by the host's clock. For a GPU it is an event in its stream: then
+    a phase begins when the device has done what was queued before, and ends when it reaches the next mark. So waiting
+    counts only as far as the device ran dry meanwhile, however far ahead the host was. Nothing here waits for a mark:
+    seconds are counted once both their ends have passed. Costs two marks a phase, a few microseconds.
     """
 
-    def __init__(self, first: str = "other", mark: Callable[[], Mark] = Moment) -> None:
-        self._mark, self._phase = mark, first
-        self._marks = deque([(first, mark())])
+    def __init__(self, first: str = "other", mark: Callable[[], Mark] | None = None) -> None:
+        self._mark: Callable[[], Mark] = mark or Moment
+        self._phase = first
+        self._marks: deque[tuple[str, Mark]] = deque([(first, self._mark())])
         self._spent: dict[str, float] = {}
         self._total: dict[str, float] = {}
 

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 from configs.run_files import HELDOUT_PACK
 from configs.schema import Config
+from gpu.device import to_device
 from ops.telemetry import Log
 from producer.corpus.selection import HELDOUT_FILE
-from producer.trunk import Target, to_device
+from producer.trunk import Target
 
 MOST_DOCUMENTS = 32
 

@@ -16,12 +16,13 @@ import torch
 from configs.run_files import read_plan
 from configs.schema import Config
 from configs.targets import targets_of
+from gpu.device import marks_of
 from ops.control import Control
-from ops.telemetry import Log, Metrics
+from ops.telemetry import Log, Metrics, Phases
 from producer.corpus.documents import Documents
 from producer.corpus.schedule import schedule_of
 from producer.heldout import write_heldout
-from producer.meter import Meter, phases_of
+from producer.meter import Meter
 from producer.rows import PackMaker
 from producer.setup import Load, make_target
 from producer.states import StateCheck
@@ -54,7 +55,7 @@ def run(
     todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)
     with ring.writer(board) as writer, _page_locked(ring, config, device), Metrics(run_dir, "target", rank) as metrics:
         transfer = Transfer(writer, target.device, description.target_layer_ids, check)
-        phases = phases_of(target.last_device)
+        phases = Phases(mark=marks_of(target.last_device))
         meter = Meter(metrics, control, ring, phases, config.target.min_agreement, log)
         control.report(state="ready")
         while not control.stopping:

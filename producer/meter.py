@@ -10,8 +10,6 @@ import time
 from collections import deque
 from typing import Any
 
-import torch
-
 from ops.control import Control
 from ops.telemetry import Log, Metrics, Phases, shares
 from producer.states import StateCheck
@@ -19,14 +17,6 @@ from shm_ring import Ring
 
 RECENT_PACKS = 8
 PHASES = ("forward", "copy", "blocked", "data", "other")
-
-
-def phases_of(device: torch.device) -> Phases:
-    """Begin to account for the time of `device`: on a GPU by events in the current stream, else by the host's clock."""
-    if device.type != "cuda":
-        return Phases()
-    stream = torch.cuda.current_stream(device)
-    return Phases(mark=lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))
 
 
 class Meter:

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 
+from gpu.device import to_device
 from producer import packed_cuda
 
 NAME = "dflash_packed"
@@ -49,7 +50,7 @@ class Bounds:
         self.apart = packed_cuda.documents_apart(lengths, self.long_from)
         if self.apart:
             self.rest_starts = _ends(self.rest, device)
-        self.positions = _copied(torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]), device)
+        self.positions = to_device(torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]), device)
 
     @property
     def rest(self) -> list[int]:
@@ -58,11 +59,7 @@ class Bounds:
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    return _copied(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
-
-
-def _copied(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 BOUNDS = Bounds()

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpu.device import to_device
 from producer.packed import BOUNDS, LINEAR, CannotPack
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
@@ -165,7 +166,7 @@ def _chunk_indices(starts: Tensor) -> Tensor:
     """chunk_pairs of BOUNDS on `starts`' device; left to the library, the host would wait for the device to get it."""
     if _Chunks.starts is not starts or _Chunks.indices is None:
         _Chunks.starts = starts
-        _Chunks.indices = chunk_pairs(BOUNDS.lengths).pin_memory().to(starts.device, non_blocking=True)
+        _Chunks.indices = to_device(chunk_pairs(BOUNDS.lengths), starts.device)
     return _Chunks.indices
 
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.schema import Config
+from gpu.device import to_device
 from producer.row_plan import RowBatch, RowPlan
-from producer.trunk import Target, to_device
+from producer.trunk import Target
 
 if TYPE_CHECKING:
     from producer.corpus.documents import Documents

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpu.device import to_device
 from producer.rows import Pack
 from producer.target import TargetError
-from producer.trunk import Target, to_device
+from producer.trunk import Target
 
 LENGTHS = (37, 22)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 2e-2}

@@ -175,11 +175,6 @@ def _no_search_for_packing() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = search
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy host values to `device`; page-locked on the way to a GPU, so that nobody waits."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
 def load_model(description: TargetDescription, config: TargetConfig, device: torch.device) -> nn.Module:
     """Load the whole target, head included, onto `device`, or over all visible GPUs if there are several.
 

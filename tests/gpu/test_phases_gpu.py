@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from consumer.meter import PHASES, phases_of
-from ops.telemetry import shares
+from consumer.meter import PHASES
+from gpu.device import marks_of
+from ops.telemetry import Phases, shares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
@@ -45,7 +46,7 @@ def no_synchronisation() -> Iterator[None]:
 def test_a_host_that_waits_all_the_time_starves_its_gpu_only_while_that_has_nothing_to_do(
     step: torch.cuda.CUDAGraph,
 ) -> None:
-    phases = phases_of(DEVICE)
+    phases = Phases(mark=marks_of(DEVICE))
     phases.begin("starved")
     phases.take()
     for _ in range(10):
@@ -62,7 +63,7 @@ def test_a_host_that_waits_all_the_time_starves_its_gpu_only_while_that_has_noth
 def test_a_gpu_with_work_queued_does_not_starve_and_its_seconds_come_when_they_have_passed(
     step: torch.cuda.CUDAGraph,
 ) -> None:
-    phases = phases_of(DEVICE)
+    phases = Phases(mark=marks_of(DEVICE))
     for _ in range(10):
         phases.begin("starved")
         phases.begin("staging")
@@ -78,7 +79,7 @@ def test_a_gpu_with_work_queued_does_not_starve_and_its_seconds_come_when_they_h
 
 
 def test_what_a_mark_costs_is_shown() -> None:
-    phases, count = phases_of(DEVICE), 20_000
+    phases, count = Phases(mark=marks_of(DEVICE)), 20_000
     began = time.perf_counter()
     for _ in range(count // 4):
         for phase in ("starved", "staging", "step", "other"):
