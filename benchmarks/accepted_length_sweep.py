@@ -33,7 +33,7 @@ BASE: dict[str, dict[str, Any]] = {
     "loss": {"decay": "exponential"},
     "optimizer": {"lr": 1e-3},
 }
-MASK_TOKEN = 17  # a reserved row of SmolLM2's embedding
+MASK_TOKEN = 16  # <empty_output>, a token that no text here holds
 
 
 @dataclass(frozen=True)
