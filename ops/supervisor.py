@@ -251,13 +251,17 @@ class Supervisor:
         elif code == 0 and together:  # one of them was asked to stop, on some host: all have saved and left
             child.state, child.not_before = WAITING, time.monotonic() + self.config.supervisor.backoff_s
             self._life_over = True
-        elif not child.was_ever_ready:
+        elif not (child.was_ever_ready or self._killed_beside_a_ready_peer(child, code)):
             self._fail(child, f"left with {exit_words(code)} while starting", 4)
         elif child.crashes_in_a_row >= self.config.supervisor.max_restarts:
             limit = self.config.supervisor.max_restarts
             self._fail(child, f"left with {exit_words(code)} after {limit} restarts (supervisor.max_restarts)", 4)
         else:
             self._restart_after_crash(child, code)
+
+    def _killed_beside_a_ready_peer(self, child: Child, code: int) -> bool:
+        """Whether a signal ended it while others show that the same program does start: no reason to end the run."""
+        return code < 0 and any(peer.was_ever_ready for peer in self.side(child.placement.role))
 
     def _restart_after_crash(self, child: Child, code: int) -> None:
         backoff_s = min(self.config.supervisor.backoff_s * 2**child.crashes_in_a_row, MAX_BACKOFF_S)

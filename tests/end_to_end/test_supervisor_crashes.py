@@ -64,6 +64,27 @@ def test_a_killed_target_comes_back_and_the_drafter_stays(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
+def test_a_target_killed_while_starting_is_started_again_if_another_has_started(runs: Runs) -> None:
+    launcher = runs.launch("--set", "target.devices=[cpu, cpu]", steps=60, step_s=0.02, start_s={"target1": 3})
+    runs.until("a ready target", lambda: runs.process("target0").get("state") == "running")
+    assert runs.process("target1")["state"] == "starting"
+    os.kill(runs.process("target1")["pid"], signal.SIGKILL)
+    code, out = end(launcher)
+    assert code == 0, out
+    assert "target1 died (signal SIGKILL); restart 1 of 5" in out
+    runs.assert_nothing_left()
+
+
+def test_a_target_killed_while_starting_ends_the_run_if_none_has_started(runs: Runs) -> None:
+    launcher = runs.launch("--set", "target.devices=[cpu, cpu]", start_s={"target0": 60, "target1": 60})
+    runs.until("the processes' start", lambda: "target1: cpu" in runs.log("launcher"))
+    os.kill(runs.process("target1")["pid"], signal.SIGKILL)
+    code, out = end(launcher)
+    assert code == 4, out
+    assert "target1 left with signal SIGKILL while starting" in out
+    runs.assert_nothing_left()
+
+
 def test_restart_drafter_with_another_learning_rate_keeps_the_target(runs: Runs) -> None:
     launcher = runs.launch(steps=400, step_s=0.02)
     runs.until_step(7)

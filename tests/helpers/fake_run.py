@@ -7,6 +7,7 @@ The fakes are real processes on the real ring, control and telemetry; only the m
   start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
   save_s       duration of the last checkpoint (0)               chatter   lines of 200 characters to log at start (0)
   heldout      values of heldout.json                            prepare_exit  code of preparation
+  start_s      {"target0": seconds} that its start takes
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def knobs() -> dict[str, Any]:
 
 
 def leave_at_start(name: str, run_dir: Path) -> None:
-    """Leave with the code that the knobs ask for, after 30 lines of log."""
+    """Leave with the code that the knobs ask for, after 30 lines of log, or take the time that they ask for."""
     asked = knobs()
     code = asked.get("start_exit", {}).get(name)
     mark = run_dir / f"{name}.started"
@@ -43,6 +44,7 @@ def leave_at_start(name: str, run_dir: Path) -> None:
             print(f"{name} line {number}")
         print(f"{name}: no such target: /does/not/exist", flush=True)
         sys.exit(int(code))
+    rest(asked.get("start_s", {}).get(name, 0))
 
 
 def chatter(name: str) -> None:

@@ -35,6 +35,7 @@ from tests.helpers.tiny_target import save_target
 
 ROOT = Path(__file__).parents[2]
 EPOCHS = 2
+CHECKPOINT_EVERY = 20
 DEEDS = ("target", "drafter", "launcher", "stop", "restart")
 LIMIT_S = 240.0
 
@@ -79,7 +80,7 @@ class Storm:
             "drafter": {"num_layers": 1, "block_size": 4, "layout": "full", "head_dim": 16},
             "anchors": {"num": 4},
             "training": {"devices": ["cpu"], "threads": 1, "epochs": EPOCHS, "log_every_steps": 20},
-            "checkpoint": {"every_steps": 20, "keep": 2},
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep": 2},
             "supervisor": {"backoff_s": 0.05, "max_restarts": 100000, "stop_timeout_s": 10},
         }
 
@@ -113,7 +114,7 @@ class Storm:
         what = self.planned[0] if self.planned else self.random.choices(DEEDS, [8, 8, 2, 1, 1])[0]
         if what in ("target", "drafter"):
             pids = [each["pid"] for each in alive if each["role"] == what and each["pid"]]
-            if not pids:
+            if not pids or (what == "drafter" and self.planned and not self.work_is_at_stake()):
                 return
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.random.choice(pids), signal.SIGKILL)
@@ -130,6 +131,23 @@ class Storm:
                 return
         self.happened[what] += 1
         del self.planned[:1]
+
+    def work_is_at_stake(self) -> bool:
+        """Wait a while for packs that are begun and in no checkpoint, the next checkpoint some steps away."""
+        give_up = time.monotonic() + 2
+        while time.monotonic() < give_up:
+            begun = {pack for path in self.run_dir.glob("journal.*.jsonl") for pack in packs_in(path)}
+            if 3 <= len(begun - self.saved()) <= CHECKPOINT_EVERY // 2:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def saved(self) -> frozenset[int]:
+        """The packs in the newest checkpoint; none while there is no checkpoint."""
+        for folder in sorted((self.run_dir / "checkpoints").glob("step-*"), key=step_of, reverse=True):
+            with contextlib.suppress(OSError, ValueError):  # being written, or deleted meanwhile
+                return from_ranges(json.loads((folder / "checkpoint.json").read_text())["trained"])
+        return frozenset()
 
     def run(self, seconds: float, every_s: float) -> None:
         """Disturb the run for that long, then let it finish."""
@@ -162,7 +180,7 @@ class Storm:
 
     def check_checkpoints(self, final: bool = False) -> None:
         """Compare the counts in each checkpoint with the packs that it says are in it."""
-        folders = sorted((self.run_dir / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+        folders = sorted((self.run_dir / "checkpoints").glob("step-*"), key=step_of)
         for folder in folders:
             made = f"{folder.name} {(folder.stat().st_ino)}"
             if made in self.checked:
@@ -206,9 +224,7 @@ class Storm:
     def report(self) -> dict[str, Any]:
         """What happened, and what was found."""
         plan = read_plan(self.run_dir)
-        begun = 0
-        for path in self.run_dir.glob("journal.*.jsonl"):
-            begun += sum(line.startswith("{") for line in path.read_text(errors="replace").splitlines())
+        begun = sum(len(packs_in(path)) for path in self.run_dir.glob("journal.*.jsonl"))
         return {
             "faults": self.faults,
             "happened": dict(self.happened),
@@ -218,6 +234,17 @@ class Storm:
             "packs_begun": begun,
             "checkpoints_checked": len(self.checked),
         }
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def packs_in(journal: Path) -> list[int]:
+    """The packs that a journal says were begun; a line that a kill cut off says nothing."""
+    lines = journal.read_text(errors="replace").splitlines()
+    return [int(json.loads(line)["pack_id"]) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def main() -> None:
