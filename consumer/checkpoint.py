@@ -38,6 +38,17 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds: the drafter's weights by their public names, and the rest of the training state."""
+
+    step: int
+    drafter: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    trained: frozenset[int]
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint on disk."""
 
@@ -54,26 +65,23 @@ class Checkpoint:
         """Load the rest of the training state."""
         return load_file(self.path / "state.safetensors")
 
+    def load(self) -> Contents:
+        """Load all of it."""
+        return Contents(self.step, self.drafter(), self.state(), self.trained, self.meta)
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    drafter: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    trained: frozenset[int],
-    meta: dict[str, Any],
-    given_up: Callable[[], bool] = lambda: False,
-) -> Path:
+
+def save_checkpoint(folder: Path, contents: Contents, given_up: Callable[[], bool] = lambda: False) -> Path:
     """Write folder/step-N and return its path; older ones stay.
 
     Twice the size must be free. Raises CheckpointError, with the older checkpoints as they were, for a disk that is
     full or fails, for weights that are not finite, and if it is given up meanwhile: then its tensors may have changed
     while they were written.
     """
-    for name, tensor in drafter.items():
+    step = contents.step
+    for name, tensor in contents.drafter.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"checkpoint step {step}: {name} is not finite; not written")
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*drafter.values(), *state.values()))
+    size = sum(tensor.nbytes for tensor in (*contents.drafter.values(), *contents.state.values()))
     temporary = folder / f".step-{step}.{os.getpid()}"
     final = folder / f"step-{step}"
     try:
@@ -85,7 +93,7 @@ def save_checkpoint(
                 "not written, older ones are kept; free some space"
             )
         shutil.rmtree(temporary, ignore_errors=True)
-        _write(temporary, step, drafter, state, trained, meta)
+        _write(temporary, contents)
         if given_up():
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"checkpoint step {step}: given up for a newer state; older ones are kept")
@@ -118,18 +126,11 @@ def _free(folder: Path) -> str:
         return "unknown"
 
 
-def _write(
-    temporary: Path,
-    step: int,
-    drafter: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    trained: frozenset[int],
-    meta: dict[str, Any],
-) -> None:
+def _write(temporary: Path, contents: Contents) -> None:
     temporary.mkdir()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in drafter.items()}, temporary / FILES[0])
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary / FILES[1])
-    facts = {"step": step, "trained": to_ranges(trained), **meta}
+    for file, tensors in zip(FILES, (contents.drafter, contents.state), strict=False):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary / file)
+    facts = {"step": contents.step, "trained": to_ranges(contents.trained), **contents.meta}
     write_atomically(temporary / FILES[2], json.dumps(facts, indent=1))
     for name in FILES:
         _fsync(temporary / name)

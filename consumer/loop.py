@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from configs.resume import digest_of
 from configs.run_files import read_plan, read_trained, write_atomically
@@ -29,7 +28,7 @@ from configs.schema import Config
 from configs.targets import targets_of
 from consumer.anchor_size import AnchorSize
 from consumer.capture import each_size, prepare
-from consumer.checkpoint import Checkpoint, CheckpointError
+from consumer.checkpoint import Checkpoint, CheckpointError, Contents
 from consumer.distributed import Ranks, Turn
 from consumer.heldout import HeldoutWatch
 from consumer.intake import Intake
@@ -334,10 +333,10 @@ class Trainer:
         self._save_asked = False
         self._last_saved = self.step.step
         if self._ranks.rank == 0:
-            self._saver.start(*self._all_of_it())
+            self._saver.start(self._contents())
 
-    def _all_of_it(self) -> tuple[int, dict[str, Tensor], dict[str, Tensor], frozenset[int], dict[str, Any]]:
-        """What a checkpoint holds: step, weights, the rest of the state, trained packs, description."""
+    def _contents(self) -> Contents:
+        """What a checkpoint holds now."""
         config = self._config.model_dump(mode="json")
         meta = {
             "identity": self._identity,
@@ -353,7 +352,8 @@ class Trainer:
             "planned_steps": int(self.step.total_steps),
             "config": config,
         }
-        return self.step.step, self.step.drafter.state_dict(), self.step.state(), self.journal.trained, meta
+        step = self.step
+        return Contents(step.step, step.drafter.state_dict(), step.state(), self.journal.trained, meta)
 
     def finish(self, handing_over: bool = False) -> None:
         """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError.
@@ -383,12 +383,13 @@ class Trainer:
         self.journal.close()
 
     def _hand_over(self) -> bool:
-        return self._ranks.rank == 0 and self._saver.hand_over(*self._all_of_it(), self._run_dir)
+        return self._ranks.rank == 0 and self._saver.hand_over(self._contents(), self._run_dir)
 
     def _restore(self, saved: Checkpoint | Handed | None) -> None:
         if saved is None:
             return
         if isinstance(saved, Handed):
             self._saver.adopt(saved)
-        self.step.load(saved.drafter(), saved.state())
+        contents = saved.load()
+        self.step.load(contents.drafter, contents.state)
         self._log("resumed", step=saved.step, packs=len(saved.trained), path=str(saved.path))

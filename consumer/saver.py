@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.run_files import from_ranges, to_ranges
-from consumer.checkpoint import CheckpointError, keep_newest, save_checkpoint
+from consumer.checkpoint import CheckpointError, Contents, keep_newest, save_checkpoint
 from consumer.host_copy import copy_all
 from shm_ring.errors import NoSharedMemory
 from shm_ring.handover import OFFSET_DATA, Handover
@@ -32,22 +32,14 @@ ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Handed:
-    """What the life before left in memory; has what a Checkpoint has. The tensors are views of that memory."""
+class Handed(Contents):
+    """What the life before left in memory. The tensors are views of that memory."""
 
     path: Path
-    step: int
-    trained: frozenset[int]
-    meta: dict[str, Any]
-    tensors: dict[str, Tensor]
 
-    def drafter(self) -> dict[str, Tensor]:
-        """Return the drafter's weights by their public names."""
-        return _part(self.tensors, "d.")
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the rest of the training state."""
-        return _part(self.tensors, "s.")
+    def load(self) -> Contents:
+        """Return all of it: it is there already."""
+        return self
 
 
 def read_handed(shared: Handover) -> Handed | None:
@@ -61,7 +53,7 @@ def read_handed(shared: Handover) -> Handed | None:
     tensors = {
         name: _view(memory, at, getattr(torch, dtype), shape) for name, (at, dtype, shape) in places.items()
     }  # fmt: skip
-    return Handed(Path(shared.path), step, trained, meta, tensors)
+    return Handed(step, _part(tensors, "d."), _part(tensors, "s."), trained, meta, Path(shared.path))
 
 
 class Saver:
@@ -81,21 +73,14 @@ class Saver:
         """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(
-        self,
-        step: int,
-        drafter: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        trained: frozenset[int],
-        meta: dict[str, Any],
-    ) -> None:
+    def start(self, contents: Contents) -> None:
         """Copy the tensors to the host and begin to write them; waits for a checkpoint that is still being written."""
         self.wait()
         began = time.monotonic()
-        tensors = _joined(drafter, state)
+        tensors = _joined(contents)
         self._memory_for(tensors)
         self._fill(tensors)
-        self._begin(step, self._buffers, trained, meta, time.monotonic() - began)
+        self._begin(self._copied(contents), time.monotonic() - began)
 
     def adopt(self, handed: Handed) -> None:
         """Take over what the life before has left: `write_adopted`, or `wait`, begins to write it to disk."""
@@ -105,7 +90,7 @@ class Saver:
         """Begin to write what was adopted, if anything still is to be."""
         handed, self._handed = self._handed, None
         if handed is not None:
-            self._begin(handed.step, handed.tensors, handed.trained, handed.meta, 0.0)
+            self._begin(handed, 0.0)
 
     def wait(self) -> Path | None:
         """Wait for the checkpoint under way; returns the path of the latest one, None if it could not be written."""
@@ -114,34 +99,26 @@ class Saver:
             self._thread.join()
         return self._saved
 
-    def hand_over(
-        self,
-        step: int,
-        drafter: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        trained: frozenset[int],
-        meta: dict[str, Any],
-        run_dir: Path,
-    ) -> bool:
+    def hand_over(self, contents: Contents, run_dir: Path) -> bool:
         """Leave the state in memory for the next life, which writes it to disk; False: a checkpoint has to be written.
 
         A checkpoint that is still being written is given up; leave the process without waiting for its thread.
         """
-        began = time.monotonic()
-        adopted = self._handed
+        began, adopted = time.monotonic(), self._handed
+        step, trained = contents.step, contents.trained
         if self._shared is not None and adopted is not None and adopted.step == step:  # still there, untouched
             self._say("handed over", step=step, packs=len(trained), path=self._shared.path, num_bytes=0, seconds=0.0)
             return True
-        tensors = _joined(drafter, state)
+        tensors = _joined(contents)
         memory = self._memory_for(tensors)
-        if self._shared is None or not all(bool(torch.isfinite(tensor).all()) for tensor in drafter.values()):
+        if self._shared is None or not all(bool(torch.isfinite(tensor).all()) for tensor in contents.drafter.values()):
             return False
         self._handed = None
         self._superseded.set()  # before the first byte: half of both is never called complete
         self._fill(tensors)
         try:
             facts = {"run_dir": str(run_dir.resolve()), "trained": to_ranges(trained), **self._places(memory)}
-            self._shared.finish(step, {**meta, **facts})
+            self._shared.finish(step, {**contents.meta, **facts})
         except NoSharedMemory as error:
             self._say("hand-over", detail=f"{error}; a checkpoint is written to disk instead")
             self.wait()
@@ -153,34 +130,27 @@ class Saver:
         )  # fmt: skip
         return True
 
-    def _begin(
-        self, step: int, copies: Mapping[str, Tensor], trained: frozenset[int], meta: dict[str, Any], stopped_s: float
-    ) -> None:
+    def _copied(self, contents: Contents) -> Contents:
+        """The same, with the host's copies for tensors."""
+        return replace(contents, drafter=_part(self._buffers, "d."), state=_part(self._buffers, "s."))
+
+    def _begin(self, contents: Contents, stopped_s: float) -> None:
         self._saved = None
-        arguments = (step, _part(copies, "d."), _part(copies, "s."), trained, meta, stopped_s)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(contents, stopped_s), name="checkpoint")
         self._thread.start()
 
-    def _write(
-        self,
-        step: int,
-        drafter: dict[str, Tensor],
-        state: dict[str, Tensor],
-        trained: frozenset[int],
-        meta: dict[str, Any],
-        stopped_s: float,
-    ) -> None:
+    def _write(self, contents: Contents, stopped_s: float) -> None:
         began = time.monotonic()
         try:
-            path = save_checkpoint(self._folder, step, drafter, state, trained, meta, self._superseded.is_set)
+            path = save_checkpoint(self._folder, contents, self._superseded.is_set)
         except CheckpointError as error:
             self._say("checkpoint failed", detail=str(error))
             return
         self._saved = path
-        write_s = round(time.monotonic() - began, 3)
         self._say(
-            "checkpoint", step=step, path=str(path), packs=len(trained), stopped_s=round(stopped_s, 3), write_s=write_s
-        )
+            "checkpoint", step=contents.step, path=str(path), packs=len(contents.trained),
+            stopped_s=round(stopped_s, 3), write_s=round(time.monotonic() - began, 3),
+        )  # fmt: skip
         try:
             keep_newest(self._folder, self._keep)
         except OSError as error:
@@ -223,9 +193,9 @@ class Saver:
         }
 
 
-def _joined(drafter: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    named = {f"d.{name}": tensor for name, tensor in drafter.items()}
-    return named | {f"s.{name}": tensor for name, tensor in state.items()}
+def _joined(contents: Contents) -> dict[str, Tensor]:
+    named = {f"d.{name}": tensor for name, tensor in contents.drafter.items()}
+    return named | {f"s.{name}": tensor for name, tensor in contents.state.items()}
 
 
 def _part(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

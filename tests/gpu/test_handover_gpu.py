@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from consumer.checkpoint import Contents
 from consumer.host_copy import PIECE_BYTES, copy_all
 from consumer.saver import Saver, read_handed
 from gpu import products
@@ -47,16 +48,17 @@ def test_a_state_is_handed_over_bit_for_bit_through_fresh_and_through_used_memor
         saver = Saver(tmp_path / "checkpoints", 3, lambda *_, **__: None, shared)
         wanted = tensors()
         if used:  # a checkpoint went through that memory before
-            saver.start(1, {"half": wanted["half"]}, wanted, frozenset(), {})
+            saver.start(Contents(1, {"half": wanted["half"]}, wanted, frozenset(), {}))
             saver.wait()
             for tensor in wanted.values():
                 tensor.add_(1)
-        assert saver.hand_over(2, {"half": wanted["half"]}, wanted, frozenset({0, 5}), {"generation": 0}, tmp_path)
+        left = Contents(2, {"half": wanted["half"]}, wanted, frozenset({0, 5}), {"generation": 0})
+        assert saver.hand_over(left, tmp_path)
         found = read_handed(shared)
         assert found is not None
         assert (found.step, found.trained) == (2, {0, 5})
         back = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-        copy_all([(tensor, found.state()[name]) for name, tensor in back.items()])
+        copy_all([(tensor, found.state[name]) for name, tensor in back.items()])
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.items())
     finally:
         shared.remove()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.checkpoint import read_checkpoint
+from consumer.checkpoint import Contents, read_checkpoint
 from consumer.saver import Saver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +21,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step_though_the_next_steps_are_qu
     state = {"master.w": torch.full((1024, 1024), 1.0, device="cuda"), "step": torch.tensor(1, device="cuda")}
     for step in (1, 2):
         wanted = float(weights["w"][0, 0])
-        saver.start(step, weights, state, frozenset({step}), {})
+        saver.start(Contents(step, weights, state, frozenset({step}), {}))
         for tensor in (*weights.values(), *state.values()):
             tensor.add_(1)
         path = saver.wait()

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from configs.schema import Config
-from consumer.checkpoint import save_checkpoint
+from consumer.checkpoint import Contents, save_checkpoint
 from consumer.drafter import Drafter
 from consumer.frozen_head import init_from_target
 from consumer.setup import drafter_shape, shape_as_dict
@@ -51,4 +51,5 @@ def save_drafter(
         "train_seconds": 1.0,
         "config": config.model_dump(mode="json"),
     }
-    return save_checkpoint(folder, 7, made.state_dict(), {"step": torch.tensor(7)}, frozenset({0, 1}), meta)
+    contents = Contents(7, made.state_dict(), {"step": torch.tensor(7)}, frozenset({0, 1}), meta)
+    return save_checkpoint(folder, contents)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from configs.schema import Config
-from consumer.checkpoint import save_checkpoint
+from consumer.checkpoint import Contents, save_checkpoint
 from consumer.drafter import Drafter
 from consumer.frozen_head import init_from_target, load_frozen_head
 from consumer.setup import drafter_shape, shape_as_dict
@@ -56,7 +56,8 @@ def save_learned_drafter(folder: Path, target: Path, chats: Path, new_tokens: in
         "config": config.model_dump(mode="json"),
     }
     weights = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
-    saved = save_checkpoint(folder, NUM_STEPS, weights, {"step": torch.tensor(NUM_STEPS)}, frozenset({0}), meta)
+    contents = Contents(NUM_STEPS, weights, {"step": torch.tensor(NUM_STEPS)}, frozenset({0}), meta)
+    saved = save_checkpoint(folder, contents)
     return saved, prompts
 
 

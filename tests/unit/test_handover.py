@@ -16,7 +16,7 @@ import torch
 from configs.resume import handover_fault
 from configs.run_files import newest_step
 from configs.schema import Config, TrainingConfig
-from consumer.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
+from consumer.checkpoint import CheckpointError, Contents, read_checkpoint, save_checkpoint
 from consumer.host_copy import copy_all
 from consumer.journal import begin_generation
 from consumer.resume import find_saved
@@ -59,13 +59,17 @@ def weights(value: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     return drafter, {"master.fc": torch.full((3, 5), value), "step": torch.tensor(9), "seed": torch.tensor(4)}
 
 
+def contents(step: int, value: float) -> Contents:
+    return Contents(step, *weights(value), frozenset(range(step)), META)
+
+
 def hand_over(run_dir: Path, shared: Handover, step: int, value: float = 1.5) -> bool:
     saver = Saver(run_dir / "checkpoints", 3, ignore, shared)
-    return saver.hand_over(step, *weights(value), frozenset(range(step)), META, run_dir)
+    return saver.hand_over(contents(step, value), run_dir)
 
 
 def on_disk(run_dir: Path, step: int) -> Path:
-    return save_checkpoint(run_dir / "checkpoints", step, *weights(1.0), frozenset(range(step)), META)
+    return save_checkpoint(run_dir / "checkpoints", contents(step, 1.0))
 
 
 def test_nothing_is_taken_from_dev_shm_before_a_state_is_written(shared: Handover) -> None:
@@ -83,7 +87,7 @@ def test_what_is_handed_over_comes_back_bit_for_bit(run_dir: Path, shared: Hando
     found = read_handed(again)
     assert found is not None
     assert (found.step, found.trained, found.meta["note"]) == (9, frozenset(range(9)), "x")
-    for wanted, got in zip(weights(1.5), (found.drafter(), found.state()), strict=True):
+    for wanted, got in zip(weights(1.5), (found.drafter, found.state), strict=True):
         assert wanted.keys() == got.keys()
         assert all(wanted[name].dtype == got[name].dtype and torch.equal(wanted[name], got[name]) for name in wanted)
     again.close()
@@ -100,7 +104,7 @@ def test_the_next_life_writes_it_to_disk_and_it_stays_until_then(run_dir: Path, 
     path = saver.wait()
     assert path == run_dir / "checkpoints" / "step-9"
     assert torch.equal(read_checkpoint(path).state()["master.fc"], torch.full((3, 5), 1.5))
-    saver.start(10, *weights(2.5), frozenset(range(10)), META)  # the memory serves this one now
+    saver.start(contents(10, 2.5))  # the memory serves this one now
     assert shared.read() is None
     saver.wait()
     assert torch.equal(read_checkpoint(path).state()["master.fc"], torch.full((3, 5), 1.5))
@@ -114,7 +118,7 @@ def test_a_checkpoint_that_waits_to_be_written_is_written_before_its_memory_is_u
     found = read_handed(shared)
     assert found is not None
     saver.adopt(found)
-    saver.start(10, *weights(2.5), frozenset(range(10)), META)
+    saver.start(contents(10, 2.5))
     saver.wait()
     assert torch.equal(read_checkpoint(run_dir / "checkpoints/step-9").drafter()["fc"], weights(1.5)[0]["fc"])
     assert torch.equal(read_checkpoint(run_dir / "checkpoints/step-10").drafter()["fc"], weights(2.5)[0]["fc"])
@@ -128,11 +132,11 @@ def test_a_state_that_nothing_was_trained_on_is_handed_on_as_it_lies(run_dir: Pa
     saver = Saver(run_dir / "checkpoints", 3, ignore, shared)
     saver.adopt(found)
     before = Path(shared.path).stat().st_mtime_ns
-    assert saver.hand_over(5, *weights(7.0), frozenset(range(5)), META, run_dir)
+    assert saver.hand_over(contents(5, 7.0), run_dir)
     assert Path(shared.path).stat().st_mtime_ns == before
     again = read_handed(shared)
     assert again is not None
-    assert (again.drafter()["fc"] == 1.5).all()
+    assert (again.drafter["fc"] == 1.5).all()
 
 
 def test_weights_that_are_not_finite_are_not_handed_over(run_dir: Path, shared: Handover) -> None:
@@ -148,10 +152,10 @@ def test_without_room_the_state_goes_through_the_disk_and_one_line_says_so(
         shared.map(99)
     said: list[str] = []
     saver = Saver(run_dir / "checkpoints", 3, lambda event, **values: said.append(f"{event} {values}"), shared)
-    assert not saver.hand_over(9, *weights(1.0), frozenset(), META, run_dir)
+    assert not saver.hand_over(contents(9, 1.0), run_dir)
     assert len(said) == 1
     assert "a restart of the drafter will go through the disk" in said[0]
-    saver.start(9, *weights(1.0), frozenset(), META)
+    saver.start(contents(9, 1.0))
     assert saver.wait() == run_dir / "checkpoints" / "step-9"
 
 
@@ -171,7 +175,7 @@ def test_a_description_that_does_not_fit_makes_the_state_go_through_the_disk(
 
 def test_a_checkpoint_given_up_for_a_newer_state_is_not_complete(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="given up"):
-        save_checkpoint(run_dir / "checkpoints", 9, *weights(1.0), frozenset(), META, lambda: True)
+        save_checkpoint(run_dir / "checkpoints", contents(9, 1.0), lambda: True)
     assert list((run_dir / "checkpoints").iterdir()) == []
 
 
@@ -179,6 +183,7 @@ DIES_WHILE_FILLING = """
 import os, signal, sys, torch
 from pathlib import Path
 import consumer.saver
+from consumer.checkpoint import Contents
 from consumer.saver import Saver
 from shm_ring.handover import Handover
 
@@ -190,9 +195,9 @@ folder = Path(sys.argv[1])
 saver = Saver(folder / "checkpoints", 3, lambda *a, **k: None, Handover.open(folder.name))
 state = {"a": torch.ones(1000), "b": torch.ones(1000)}
 if sys.argv[2] == "again":
-    assert saver.hand_over(4, state, {}, frozenset(), {"generation": 0}, folder)
+    assert saver.hand_over(Contents(4, state, {}, frozenset(), {"generation": 0}), folder)
 consumer.saver.copy_all = half
-saver.hand_over(5, state, {}, frozenset(), {"generation": 0}, folder)
+saver.hand_over(Contents(5, state, {}, frozenset(), {"generation": 0}), folder)
 """
 
 

@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.run_files import from_ranges, read_journals, read_trained, to_ranges
-from consumer.checkpoint import CheckpointError, keep_newest, newest_checkpoint, read_checkpoint, save_checkpoint
+from consumer.checkpoint import (
+    CheckpointError,
+    Contents,
+    keep_newest,
+    newest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from consumer.journal import Journal, begin_generation
 from consumer.saver import Saver
 from producer.todo import Todo
@@ -90,7 +97,8 @@ def test_a_producer_makes_what_is_neither_trained_nor_in_its_ring(tmp_path: Path
 
 def save(folder: Path, step: int, value: float = 1.0) -> Path:
     weights = {"fc.weight": torch.full((2, 2), value)}
-    return save_checkpoint(folder, step, weights, {"step": torch.tensor(step)}, frozenset(range(step)), {"note": "x"})
+    contents = Contents(step, weights, {"step": torch.tensor(step)}, frozenset(range(step)), {"note": "x"})
+    return save_checkpoint(folder, contents)
 
 
 def test_a_checkpoint_round_trips(tmp_path: Path) -> None:
@@ -153,11 +161,11 @@ def test_a_disk_without_space_keeps_the_older_checkpoint(tmp_path: Path, monkeyp
 WRITES_TOO_MUCH = """
 import resource, sys, torch
 from pathlib import Path
-from consumer.checkpoint import CheckpointError
+from consumer.checkpoint import Contents
 from consumer.saver import Saver
 
 def save(saver, step, size):
-    saver.start(step, {"w": torch.ones(size)}, {"s": torch.ones(2)}, frozenset(range(step)), {})
+    saver.start(Contents(step, {"w": torch.ones(size)}, {"s": torch.ones(2)}, frozenset(range(step)), {}))
     return saver.wait()
 
 folder = Path(sys.argv[1])
@@ -213,7 +221,7 @@ def test_what_is_saved_is_what_was_when_saving_began_though_training_goes_on(
     weights, state = {"w": torch.zeros(4), "b": torch.ones(3, dtype=torch.bfloat16)}, {"step": torch.tensor(5)}
     for step in (5, 6):
         gate.clear()
-        saver.start(step, weights, state, frozenset({step}), {})
+        saver.start(Contents(step, weights, state, frozenset({step}), {}))
         assert saver.busy
         weights["w"] += 1
         state["step"] += 1
@@ -232,9 +240,9 @@ def test_what_is_saved_is_what_was_when_saving_began_though_training_goes_on(
 def test_a_failed_checkpoint_is_told_and_the_next_one_is_written(tmp_path: Path) -> None:
     events = Events()
     saver = Saver(tmp_path, 2, events)
-    saver.start(1, {"w": torch.tensor([float("nan")])}, {}, frozenset(), {})
+    saver.start(Contents(1, {"w": torch.tensor([float("nan")])}, {}, frozenset(), {}))
     assert saver.wait() is None
-    saver.start(2, {"w": torch.ones(1)}, {}, frozenset(), {})
+    saver.start(Contents(2, {"w": torch.ones(1)}, {}, frozenset(), {}))
     assert saver.wait() == tmp_path / "step-2"
     assert [event for event, _ in events.lines] == ["checkpoint failed", "checkpoint"]
 

@@ -13,7 +13,7 @@ import torch
 from configs.load import ConfigError, config_from
 from configs.resume import conflicts
 from configs.schema import Config
-from consumer.checkpoint import save_checkpoint
+from consumer.checkpoint import Contents, save_checkpoint
 from ops.changes import change_on_restart
 from ops.telemetry import Log
 from producer.prepare import prepare
@@ -43,7 +43,8 @@ class Run:
     def save(self, step: int, plan: dict[str, Any]) -> None:
         meta = {"identity": plan["identity"]}
         weights = {"w": torch.ones(1)}
-        save_checkpoint(self.run_dir / "checkpoints", step, weights, {"s": torch.ones(1)}, frozenset({0}), meta)
+        contents = Contents(step, weights, {"s": torch.ones(1)}, frozenset({0}), meta)
+        save_checkpoint(self.run_dir / "checkpoints", contents)
 
 
 @pytest.fixture(scope="module")
