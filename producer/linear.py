@@ -8,6 +8,7 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +65,13 @@ def restore_products(target: Target) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def measure_products(target: Target, tokens: int, say: Callable[[str], None]) -> int:
-    """Measure and use the algorithms for a pack of `tokens`; returns how many different products use one."""
+def measure_products(target: Target, tokens: int, say: Callable[[str], None], memory: Path | None = None) -> int:
+    """Measure and use the algorithms for a pack of `tokens`; returns how many different products use one.
+
+    `memory`: a file of what was measured before, which is used and not measured again.
+    """
     ids = torch.zeros(tokens, dtype=torch.int64, device=target.device)
-    return tuned(lambda: _forget(target.forward_packed(ids, [tokens])), say)
+    return tuned(lambda: _forget(target.forward_packed(ids, [tokens])), say, memory)
 
 
 def _forget(_result: object) -> None:

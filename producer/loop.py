@@ -35,6 +35,7 @@ from shm_ring.tensors import PageLock
 
 IDLE_S = 0.2  # how often a producer without work looks for a new drafter generation
 BLOCKED_REPORT_S = 30.0
+MEASURED_PRODUCTS = "compile_cache/products_target.json"
 UNDER_WAY = 1  # packs queued on the device while the host waits for the one before: it never runs dry, nor far ahead
 
 
@@ -48,7 +49,7 @@ def run(
     schedule = schedule_of(corpus, plan["data_digest"], config, plan["packs_per_epoch"])
     ring = Ring.open(ring_name(config.run.name, rank), spec=SlotSpec.from_json(plan["slot_spec"]))
     board = Board.open(config.run.name)
-    target = make_target(description, config, device, log, load)
+    target = make_target(description, config, device, log, load, run_dir / MEASURED_PRODUCTS)
     write_heldout(run_dir, config, target, rank, log)
     maker = PackMaker(corpus, schedule, target, config)
     check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)

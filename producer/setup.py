@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,9 +22,16 @@ WARM_UP_TOKENS = 512
 
 
 def make_target(
-    description: TargetDescription, config: Config, device: torch.device, log: Log, load: Load | None = None
+    description: TargetDescription,
+    config: Config,
+    device: torch.device,
+    log: Log,
+    load: Load | None = None,
+    memory: Path | None = None,
 ) -> Target:
     """Load, check and prepare the target. `load`: returns the whole model; None loads `description.path`.
+
+    `memory`: a file of measured products (gpu/products.py), so that a restarted target measures nothing again.
 
     Raises TargetError where the check fails. Reading packed and compiling are tried first, checked, and given up with
     one line where they do not work.
@@ -44,7 +52,7 @@ def make_target(
     if not config.target.final_hidden:
         target.cut()
     may_compile = config.target.compile and device.type == "cuda" and not target.is_spread
-    compiled = _compile(target, config, check, log) if may_compile else False
+    compiled = _compile(target, config, check, log, memory) if may_compile else False
     log(
         "model loaded",
         model=description.name,
@@ -83,7 +91,7 @@ def _choose_layout(target: Target, config: Config, check: Callable[[], None]) ->
     return why
 
 
-def _compile(target: Target, config: Config, check: Callable[[], None], log: Log) -> bool:
+def _compile(target: Target, config: Config, check: Callable[[], None], log: Log, memory: Path | None) -> bool:
     """Compile the layers, for one row too where rows are read; a failure leaves the eager ones in place.
 
     Of a packed target the large matrix products are measured as well (linear.py).
@@ -92,11 +100,10 @@ def _compile(target: Target, config: Config, check: Callable[[], None], log: Log
     try:
         replaced = replace_products(target, tokens) if target.is_packed else 0
         target.compile()
-        check()
         if replaced:
-            measured = measure_products(target, tokens, lambda what: log("products", detail=what))
+            measured = measure_products(target, tokens, lambda what: log("products", detail=what), memory)
             log("products", layers=replaced, measured=measured)
-            check()
+        check()
         if not target.is_packed:
             one_row = torch.zeros(1, min(WARM_UP_TOKENS, config.pack.tokens), dtype=torch.int64)
             target.forward(one_row.to(target.device))
