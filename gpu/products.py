@@ -33,7 +33,9 @@ SHORT_MS, LONG_MS = 4.0, 24.0
 _WORKSPACE = 64 << 20
 _BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32 = 14, 0, 68
 _TRANSPOSE_A, _TRANSPOSE_B = 3, 4
-_MAX_WORKSPACE, _MIN_ALIGNMENT = 1, (5, 6, 7, 8)
+_MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)
+_IN_FLOAT32 = 2
+"""Of the ways to add up the parts of a product split along K, the one that does it in the type it computes in."""
 _RESULT_BYTES = 96
 _ALGORITHM = ctypes.c_uint64 * 8
 """cublasLtMatmulAlgo_t: opaque, may be stored and used again with the same version of the library."""
@@ -100,7 +102,8 @@ def tuned(one_step: Callable[[], None], say: Callable[[str], None], memory: Path
             if best is not None:
                 _plans[product] = best
         if memory is not None and any(product not in known.products for product in _plans):
-            Remembered(library.made_for, {each: plan.remembered for each, plan in _plans.items()}).write(memory)
+            found = {each: plan.remembered for each, plan in _plans.items()}
+            Remembered(library.made_for, known.products | found).write(memory)
     except Exception as error:  # another cuBLAS, no memory for the trial: torch.mm does as well
         say(f"products are left to torch.mm: {(str(error) or repr(error)).splitlines()[0]}")
     return len([product for product in _seen if product in _plans])
@@ -242,6 +245,7 @@ class _Plan:
         preference = library.made("cublasLtMatmulPreferenceCreate")
         for attribute, value in (
             (_MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE)),
+            (_REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32)),
             *((side, ctypes.c_uint32(self.product.alignment)) for side in _MIN_ALIGNMENT),
         ):
             library.set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
@@ -315,7 +319,10 @@ def _right(
     for algorithm in algorithms:
         plan.algorithm = algorithm
         out.zero_()
-        plan.run(a, b, out)
+        try:
+            plan.run(a, b, out)
+        except RuntimeError:  # proposed, or remembered, and refused
+            continue
         if float((out[some].float() - wanted).norm()) <= 1e-2 * float(wanted.norm()):
             right.append(algorithm)
     return right

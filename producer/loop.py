@@ -55,7 +55,7 @@ def run(
     check = StateCheck(description.target_layer_ids, config.target.state_band, target.head)
     todo = Todo(run_dir, ring, schedule.num_packs, rank, targets_of(config, os.environ).total)
     with ring.writer(board) as writer, _page_locked(ring, config, device), Metrics(run_dir, "target", rank) as metrics:
-        transfer = Transfer(writer, target.device, description.target_layer_ids, check)
+        transfer = Transfer(writer, description.target_layer_ids, check)
         phases = Phases(mark=marks_of(target.last_device))
         meter = Meter(metrics, control, ring, phases, config.target.min_agreement, log)
         control.report(state="ready")

@@ -12,6 +12,7 @@ Shapes: T tokens of the row, h heads, g key-value heads, d of a head.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu.device import to_device
+
+_log = logging.getLogger("dflash_ring")
 LONG_DOCUMENT = 512
 """Tokens from which a document is worth a call of its own."""
 STEP = 128
@@ -58,28 +62,38 @@ def attend(
     begin and end, counted from the first of them.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if apart:
-        _plan(q, k, v, scale)
+    planned = bool(apart) and _plan(q, k, v, scale)
     for start, tokens, read in apart:
-        part = slice(start, start + read)
-        out[start : start + tokens] = dense(q[part], k[part], v[part], scale)[:tokens]
+        if planned:
+            part = slice(start, start + read)
+            out[start : start + tokens] = dense(q[part], k[part], v[part], scale)[:tokens]
+        else:
+            part, ends = slice(start, start + tokens), torch.tensor([0, tokens], dtype=torch.int32)
+            out[part] = varlen(q[part], k[part], v[part], to_device(ends, q.device), tokens, scale, None)
     if rest:
         first = sum(each.tokens for each in apart)
         out[first:] = varlen(q[first:], k[first:], v[first:], starts, max(rest), scale, None)
     return out
 
 
-_planned: set[object] = set()
+_planned: dict[object, bool] = {}
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """Let cuDNN plan every length for rows that lie in memory as these do, once: 2.7 s for rows of 8192 tokens."""
+def _plan(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Let cuDNN plan every length for rows that lie in memory as these do, once: 2.7 s for rows of 8192 tokens.
+
+    False: it refused one, and FlashAttention has to do.
+    """
     rows = (q.device, q.dtype, *(size for each in (q, k, v) for size in (each.shape, each.stride())))
-    if rows in _planned:
-        return
-    _planned.add(rows)
-    for read in range(LONG_DOCUMENT, len(q) + 1, STEP):
-        dense(q[:read], k[:read], v[:read], scale)
+    if rows not in _planned:
+        try:
+            for read in range(LONG_DOCUMENT, len(q) + 1, STEP):
+                dense(q[:read], k[:read], v[:read], scale)
+            _planned[rows] = True
+        except RuntimeError as error:
+            _planned[rows] = False
+            _log.warning("target | long_documents | cudnn=refused attention=flash | %s", str(error).splitlines()[0])
+    return _planned[rows]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -105,7 +119,9 @@ def long_from(config: Any, dtype: torch.dtype, device: torch.device) -> int | No
 
     `config`: the target's, for its heads.
     """
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", 0))
+    if not heads or device.type != "cuda":
+        return None
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return _long_from(heads, int(getattr(config, "num_key_value_heads", None) or heads), size, dtype, device)
 
@@ -114,7 +130,7 @@ def long_from(config: Any, dtype: torch.dtype, device: torch.device) -> int | No
 @torch.inference_mode()
 def _long_from(heads: int, groups: int, size: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """Try one document both ways and compare."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < HOPPER or dtype == torch.float32:
+    if torch.cuda.get_device_capability(device) < HOPPER or dtype == torch.float32:
         return None
     tokens = LONG_DOCUMENT + STEP
     try:

@@ -1,4 +1,4 @@
-"""Start-up check of a target on two short documents of random tokens, before the first pack is made.
+"""Start-up check of a target on two documents of random tokens, before the first pack is made.
 
 1. The taps that go into a pack are, bit for bit, what hooks of our own record in the same forward.
 2. Each document, read beside the other, equals itself read alone by the whole, uncompiled model; and read packed, the
@@ -23,6 +23,8 @@ from producer.target import TargetError
 from producer.trunk import Target
 
 LENGTHS = (37, 22)
+LONG = 88
+"""Tokens of the first document beyond those from which a document is attended apart (packed_cuda.py)."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2, "float16": 2e-2}
 """Mean relative difference of a row that is always allowed; seeing another document makes 0.1 to 1."""
 STEADY = 1e-3
@@ -40,12 +42,20 @@ class Alone(NamedTuple):
     unsteady: list[float]  # K: what it changes by in that row when the other does; experts' sizes then change too
 
 
+def lengths_for(long_from: int | None, row_tokens: int) -> tuple[int, int]:
+    """Lengths of documents that are attended in every way that documents of a row of `row_tokens` are."""
+    if long_from is None or row_tokens < 2 * long_from:
+        return LENGTHS
+    return long_from + LONG, LENGTHS[1]
+
+
 class _Documents:
     """Two random documents, in the form of a corpus; with `other_first`, the first one is another."""
 
-    def __init__(self, vocab_size: int, other_first: bool = False) -> None:
+    def __init__(self, target: Target, lengths: Sequence[int], other_first: bool = False) -> None:
+        vocab_size = int(target.trunk.config.vocab_size)
         generator = np.random.Generator(np.random.PCG64(7))
-        self.ids = [generator.integers(0, vocab_size, length).astype(np.int32) for length in LENGTHS]
+        self.ids = [generator.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
         if other_first:
             self.ids[0] = vocab_size - 1 - self.ids[0]
 
@@ -70,8 +80,9 @@ def check_target(target: Target, reference: list[Alone], dtype: str, row_tokens:
 
     `row_tokens`: tokens of the row, or of each row, that is read. Raises TargetError that names document and tap.
     """
-    corpus: Any = _Documents(int(target.trunk.config.vocab_size))
-    pack = Pack(0, 0, range(len(LENGTHS)), corpus, row_tokens if target.is_packed else sum(LENGTHS))
+    lengths = _lengths(reference)
+    corpus: Any = _Documents(target, lengths)
+    pack = Pack(0, 0, range(len(lengths)), corpus, row_tokens if target.is_packed else sum(lengths))
     recorded: dict[int, Tensor] = {}
     handles = [
         target.layers[number].register_forward_hook(_recorder(recorded, number)) for number in target.target_layer_ids
@@ -106,8 +117,8 @@ def _check_steady(
     target: Target, reference: list[Alone], features: Tensor, span: tuple[int, int], row_tokens: int
 ) -> None:
     """Read the pack once more with another first document; `features` [T, K, H] and `span` are of the first reading."""
-    corpus: Any = _Documents(int(target.trunk.config.vocab_size), other_first=True)
-    pack = Pack(0, 0, range(len(LENGTHS)), corpus, row_tokens)
+    corpus: Any = _Documents(target, _lengths(reference), other_first=True)
+    pack = Pack(0, 0, range(len(reference)), corpus, row_tokens)
     _read(target, pack, row_tokens)
     assert pack.features is not None
     again = pack.features.unflatten(1, (len(target.target_layer_ids), -1))
@@ -122,10 +133,10 @@ def _check_steady(
 
 
 @torch.inference_mode()
-def read_alone(target: Target) -> list[Alone]:
+def read_alone(target: Target, lengths: Sequence[int] = LENGTHS) -> list[Alone]:
     """Read both documents alone, twice, in two shapes; to be done before anything is compiled or cut."""
     read = []
-    for ids in _Documents(int(target.trunk.config.vocab_size)).ids:
+    for ids in _Documents(target, lengths).ids:
         taps, final = alone(target, ids.tolist())
         rows = torch.zeros(2, 2 * len(ids), dtype=torch.int64)
         rows[:, : len(ids)] = torch.from_numpy(ids)
@@ -145,8 +156,7 @@ def check_head(target: Target, model: nn.Module, reference: list[Alone]) -> None
     """Check claim 3: `model` is the whole target. Raises TargetError. A bare trunk has no head to check."""
     if target.head is None:
         return
-    corpus = _Documents(int(target.trunk.config.vocab_size))
-    for number, ids in enumerate(corpus.ids):
+    for number, ids in enumerate(_Documents(target, _lengths(reference)).ids):
         row = to_device(torch.from_numpy(ids), target.device).long()[None]
         own = model(input_ids=row, use_cache=False).logits[0].float()
         greedy = target.head(reference[number].final).argmax(-1).to(own.device)
@@ -174,13 +184,17 @@ def _read(target: Target, pack: Pack, row_tokens: int) -> None:
         used = slice(0, pack.num_tokens)
         pack.gather((0, pack.num_tokens), [tap[0, used] for tap in taps], last[0, used], keep_final=False)
         return
-    rows = torch.zeros(len(LENGTHS), row_tokens, dtype=torch.int64)
+    rows = torch.zeros(len(pack.documents), row_tokens, dtype=torch.int64)
     for number, (start, end) in pack.spans.items():
         rows[number, : end - start] = torch.from_numpy(pack.input_ids[start:end])
     taps, last = target.forward(rows.to(target.device))
     for number, (start, end) in pack.spans.items():
         used = slice(0, end - start)
         pack.gather((start, end), [tap[number, used] for tap in taps], last[number, used], keep_final=False)
+
+
+def _lengths(reference: Sequence[Alone]) -> list[int]:
+    return [len(one.final) for one in reference]
 
 
 def _rest(tokens: int) -> list[int]:

@@ -41,18 +41,20 @@ def make_target(
     target = Target(model, description.target_layer_ids)
     if config.target.layout != "rows":
         target.tune(config.pack.tokens)
-    reference = selfcheck.read_alone(target)
+    lengths = selfcheck.lengths_for(target.long_documents_from, config.pack.tokens)
+    reference = selfcheck.read_alone(target, lengths)
     selfcheck.check_head(target, model, reference)
     del model
 
     def check() -> None:
-        selfcheck.check_target(target, reference, description.dtype, _shape(target, config))
+        selfcheck.check_target(target, reference, description.dtype, _shape(target, config, lengths))
 
     why = _choose_layout(target, config, check)
     if not config.target.final_hidden:
         target.cut()
     may_compile = config.target.compile and device.type == "cuda" and not target.is_spread
-    compiled = _compile(target, config, check, log, memory) if may_compile else False
+    tokens = _shape(target, config, lengths)
+    compiled = _compile(target, config, tokens, check, log, memory) if may_compile else False
     log(
         "model loaded",
         model=description.name,
@@ -60,16 +62,16 @@ def make_target(
         taps=description.target_layer_ids,
         layers_run=len(target.layers),
         reads="packed" if target.is_packed else f"rows ({why})",
+        long_documents_from=target.long_documents_from if target.is_packed else None,
         compiled=compiled,
         check="passed",
     )
     return target
 
 
-def _shape(target: Target, config: Config) -> int:
+def _shape(target: Target, config: Config, lengths: tuple[int, int]) -> int:
     """Tokens of the row that the check reads: the shape that will be used, so that it is compiled once."""
-    least = sum(selfcheck.LENGTHS)
-    return max(config.pack.tokens, least) if target.is_packed else row_length(max(selfcheck.LENGTHS), 1)
+    return max(config.pack.tokens, sum(lengths)) if target.is_packed else row_length(max(lengths), 1)
 
 
 def _choose_layout(target: Target, config: Config, check: Callable[[], None]) -> str:
@@ -91,12 +93,13 @@ def _choose_layout(target: Target, config: Config, check: Callable[[], None]) ->
     return why
 
 
-def _compile(target: Target, config: Config, check: Callable[[], None], log: Log, memory: Path | None) -> bool:
+def _compile(
+    target: Target, config: Config, tokens: int, check: Callable[[], None], log: Log, memory: Path | None
+) -> bool:
     """Compile the layers, for one row too where rows are read; a failure leaves the eager ones in place.
 
-    Of a packed target the large matrix products are measured as well (linear.py).
+    Of a packed target, whose row has `tokens`, the large matrix products are measured as well (linear.py).
     """
-    tokens = _shape(target, config)
     try:
         replaced = replace_products(target, tokens) if target.is_packed else 0
         target.compile()

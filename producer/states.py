@@ -72,9 +72,11 @@ class StateCheck:
         bad_TK, zero_TK = ~torch.isfinite(norm_TK), norm_TK == 0
         log_TK = torch.where(bad_TK | zero_TK, 0.0, torch.log(norm_TK / math.sqrt(features.shape[-1])))
         ones_TK = torch.ones_like(norm_TK)
-        values_TK4 = torch.stack([ones_TK, bad_TK.float(), zero_TK.float(), log_TK], dim=-1)
+        # T last: a GPU scans rows in parallel, and a column of 8192 in one thread, which takes 1.9 ms
+        values_K4T = torch.stack([ones_TK, bad_TK.float(), zero_TK.float(), log_TK], dim=-1).permute(1, 2, 0)
         ends = torch.tensor([pack.starts[number] for number in pack.documents[1:]] + [pack.num_tokens])
-        sums = values_TK4.double().cumsum(0)[ends.to(norm_TK.device, non_blocking=True) - 1]
+        until_K4T = values_K4T.double().contiguous().cumsum(-1)
+        sums = until_K4T[..., ends.to(norm_TK.device, non_blocking=True) - 1].permute(2, 0, 1)
         sums = torch.cat([sums, self._agreement_of(pack, sums)])
         if not sums.is_cuda:
             return Findings(sums, pack.documents)

@@ -23,18 +23,16 @@ class _Copy(NamedTuple):
     slot: WriteSlot
     pack: Pack
     findings: Findings
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # of the device where the states lie
 
 
 class Transfer:
     """Copies packs into slots of one writer and publishes them in order."""
 
-    def __init__(
-        self, writer: Writer, device: torch.device, target_layer_ids: tuple[int, ...], check: StateCheck
-    ) -> None:
+    def __init__(self, writer: Writer, target_layer_ids: tuple[int, ...], check: StateCheck) -> None:
         """`check` judges each pack before it is published."""
         self._writer = writer
-        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
         self._layer_ids = target_layer_ids
         self._check = check
         self._under_way: deque[_Copy] = deque()
@@ -50,6 +48,9 @@ class Transfer:
         slot.array("input_ids")[:] = pack.input_ids
         slot.array("loss_mask")[:] = pack.loss_mask
         slot.array("doc_start")[:] = pack.doc_start
+        assert pack.features is not None
+        if self._stream is None and pack.features.is_cuda:  # of a target over several GPUs: where its states are
+            self._stream = torch.cuda.Stream(pack.features.device)
         sources = {"features": pack.features, "final_hidden": pack.final_hidden}
         done = self._copy([(slot_tensor(slot, name), source) for name, source in sources.items() if source is not None])
         self._under_way.append(_Copy(slot, pack, findings, done))

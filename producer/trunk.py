@@ -52,6 +52,11 @@ class Target:
         return next(self.layers[-1].parameters()).device
 
     @property
+    def long_documents_from(self) -> int | None:
+        """Tokens from which a packed document is attended apart here (packed_cuda.py); None: never."""
+        return packed_cuda.long_from(self.trunk.config, self.trunk.embed_tokens.weight.dtype, self.device)
+
+    @property
     def is_spread(self) -> bool:
         """Whether the layers are on several devices; what moves states between them does not compile."""
         return len({parameter.device for parameter in self.layers.parameters()}) > 1
@@ -109,8 +114,7 @@ class Target:
         kinds = getattr(self.trunk.config, "layer_types", None) or [""] * len(self.layers)
         self._recurrent = packed_recurrent.modules_of(self.layers, kinds)
         packed.use(self.trunk.config)
-        dtype = self.trunk.embed_tokens.weight.dtype
-        packed.BOUNDS.long_from = packed_cuda.long_from(self.trunk.config, dtype, self.device)
+        packed.BOUNDS.long_from = self.long_documents_from
         self.is_packed = True
 
     def tune(self, tokens: int) -> None:

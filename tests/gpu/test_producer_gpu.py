@@ -132,7 +132,7 @@ def test_packs_cross_bit_for_bit_and_the_host_never_waits_for_the_device(name: s
     expected = {pack.pack_id: pack for pack in all_packs(*maker_of(random_documents([100] * 8, VOCAB), target, TOKENS))}
     with ring_of(target.hidden) as ring, ring.writer() as writer, PageLock(ring) as lock, Reader([ring], 0) as reader:
         assert lock.locked
-        transfer = Transfer(writer, GPU, TAPS, StateCheck(TAPS, 16.0))
+        transfer = Transfer(writer, TAPS, StateCheck(TAPS, 16.0))
         maker.add(range(num_packs))
         taken = 0
         torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def test_bad_states_are_found_before_the_pack_is_published(value: float) -> None
     target.use_packed()
     maker, _ = maker_of(random_documents([100] * 8, VOCAB), target, TOKENS)
     with ring_of(target.hidden) as ring, ring.writer() as writer:
-        transfer = Transfer(writer, GPU, TAPS, StateCheck(TAPS, 16.0))
+        transfer = Transfer(writer, TAPS, StateCheck(TAPS, 16.0))
         maker.add([0])
         for pack in maker.advance():
             assert pack.features is not None

@@ -33,8 +33,11 @@ def test_documents_apart_are_leading_long_ones_that_the_row_can_hold_rounded_up(
         assert length < long_from or start + -(-length // STEP) * STEP > sum(lengths)
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("lengths", [[300, 200, 130, 40, 26], [128, 128], [520], [140, 150], [40, 300, 7]])
-def test_parts_add_up_to_attention_by_document(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
+def test_parts_add_up_to_attention_by_document_also_where_cudnn_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lengths: list[int], refused: bool
+) -> None:
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, window: None) -> Tensor:
         assert (longest, window) == (int(starts.diff().max()), None)
         assert int(starts[-1]) == len(q)
@@ -43,20 +46,27 @@ def test_parts_add_up_to_attention_by_document(monkeypatch: pytest.MonkeyPatch, 
             return packed._one_by_one(q, k, v, scale, packed.WHOLE_CONTEXT)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if refused and len(q) > 200:
+            raise RuntimeError("no plan for this shape\nmore lines")
         starts = torch.tensor([0, len(q)])
         return varlen(q, k, v, starts, len(q), scale, None)
 
     monkeypatch.setattr(packed_cuda, "varlen", varlen)
     monkeypatch.setattr(packed_cuda, "dense", dense)
     monkeypatch.setattr(packed_cuda, "LONG_DOCUMENT", 128)
-    monkeypatch.setattr(packed_cuda, "_planned", set())
+    monkeypatch.setattr(packed_cuda, "_planned", {})
     bounds = packed.Bounds()
     bounds.long_from = 128
     bounds.set(lengths, torch.device("cpu"))
     q, k, v = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
-    ours = packed_cuda.attend(q, k, v, 0.25, bounds.apart, bounds.rest, bounds.rest_starts)
+    ours = [packed_cuda.attend(q, k, v, 0.25, bounds.apart, bounds.rest, bounds.rest_starts) for _ in range(2)]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["target | long_documents | cudnn=refused attention=flash | no plan for this shape"] * (
+        refused and bool(bounds.apart)
+    )
     monkeypatch.setattr(packed.BOUNDS, "lengths", lengths)
-    torch.testing.assert_close(ours, packed._one_by_one(q, k, v, 0.25, packed.WHOLE_CONTEXT))
+    for each in ours:
+        torch.testing.assert_close(each, packed._one_by_one(q, k, v, 0.25, packed.WHOLE_CONTEXT))
 
 
 def test_a_pack_begins_with_its_longest_document() -> None:

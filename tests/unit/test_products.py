@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.products import Product, Remembered, _product_of, measured, multiply
+from gpu.products import Product, Remembered, _product_of, _right, measured, multiply
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -50,6 +50,23 @@ def test_other_strides_are_left_to_torch():
     every_second = random(30, 80)[:, ::2]
     assert _product_of(every_second, random(40, 20), random(30, 20), False) is None
     assert _product_of(random(30, 40), random(40, 20), random(20, 30).t(), False) is None
+
+
+def test_an_algorithm_that_is_refused_or_wrong_does_not_stop_the_others():
+    """Tried like cuBLASLt's proposals; the number stands for the algorithm."""
+    a, b, out = random(40, 6), random(6, 5), random(40, 5)
+
+    class Plan:
+        product = _product_of(a, b, out, False)
+        algorithm = 0
+
+        def run(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            if self.algorithm == 2:
+                raise RuntimeError("cublasLtMatmul returned status 15")
+            torch.mm(a, b, out=out)
+            out.mul_(1.1 if self.algorithm == 3 else 1.0)
+
+    assert _right(Plan(), [1, 2, 3, 4], a, b, out) == [1, 4]  # type: ignore[arg-type, list-item]
 
 
 def test_what_was_measured_is_remembered_for_the_same_gpu_and_library_only(tmp_path):

@@ -16,7 +16,7 @@ from transformers import masking_utils
 from configs.load import config_from
 from configs.schema import Config
 from consumer.frozen_head import load_frozen_head
-from producer import packed_recurrent, selfcheck
+from producer import packed, packed_recurrent, selfcheck
 from producer.setup import make_target
 from producer.states import StateCheck
 from producer.target import TargetDescription, TargetError, describe_target
@@ -218,6 +218,30 @@ def test_the_noise_of_a_deep_target_in_bfloat16_is_allowed_and_a_leak_is_not() -
     model.model.layers[1] = Leaking()
     with pytest.raises(TargetError, match="differs from itself alone"):
         selfcheck.check_target(target, selfcheck.read_alone(target), "bfloat16", 96)
+
+
+def test_where_long_documents_are_attended_in_another_way_the_check_reads_one() -> None:
+    assert selfcheck.lengths_for(None, 8192) == selfcheck.lengths_for(512, 600) == selfcheck.LENGTHS
+    lengths = selfcheck.lengths_for(40, 160)
+    assert lengths == (40 + selfcheck.LONG, selfcheck.LENGTHS[1])
+    model = make_family("llama")
+    target = Target(model, TAPS)
+    reference = selfcheck.read_alone(target, lengths)
+    selfcheck.check_head(target, model, reference)
+    target.use_packed()
+    selfcheck.check_target(target, reference, "float32", 160)
+    attention = packed.attend_packed
+    try:
+        packed.attend_packed = lambda q, k, v, scale, window: _blind(attention(q, k, v, scale, window), lengths[0])
+        with pytest.raises(TargetError, match="document 0, tap 0"):
+            selfcheck.check_target(target, reference, "float32", 160)
+    finally:
+        packed.attend_packed = attention
+
+
+def _blind(out: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What a kernel that fails from the 64th token on makes of the first document."""
+    return torch.cat([out[:64], torch.zeros_like(out[64:tokens]), out[tokens:]])
 
 
 def test_compiled_layers_give_the_same_states_and_equal_layers_compile_once() -> None:
