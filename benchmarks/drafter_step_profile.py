@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
-ATTENTION = ("flex", "triton_tem", "flash", "fmha", "_forward_kernel", "_backward_q_kernel", "_backward_kv_kernel")
+OUR_ATTENTION = ("_forward_kernel", "_backward_q_kernel", "_backward_kv_kernel")
+ATTENTION = ("sdpa", "flex", "triton_tem", "flash", "fmha", *OUR_ATTENTION)
 PIECES = ("_norm_kernel", "_norm_backward_kernel", "_gated", "_heads", "_sum_kernel", "triton_")
+RECURRENT = ("delta_rule", "chunk_", "recompute_w_u", "l2norm", "solve_tril", "causal_conv", "cumsum_kernel")
+OVERHEAD = "command buffer full"
+"""An event of the profiler's own that is booked on the device."""
 KINDS = (
-    ("products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "gemv")),
+    ("recurrent layers", RECURRENT),
     ("attention", ATTENTION),
+    ("products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "splitk", "gemv")),
     ("head and loss passes", ("_statistics_kernel", "_hard_kernel", "_soft_kernel")),
     ("pieces between products", PIECES),
     ("casts to 8 bits", ("_row_kernel", "_transposed_kernel")),
@@ -35,7 +40,7 @@ def breakdown(run: Callable[[], Any], picture: Path | None = None, steps: int = 
     names: dict[str, float] = {}
     kinds = dict.fromkeys([*(kind for kind, _ in KINDS), "rest"], 0.0)
     for event in profiler.events() or []:
-        if "CUDA" not in str(event.device_type):
+        if "CUDA" not in str(event.device_type) or OVERHEAD in event.name.lower():
             continue
         spans.append((event.time_range.start, event.time_range.end))
         lower, took_ms = event.name.lower(), event.time_range.elapsed_us() / 1e3 / steps

@@ -137,6 +137,8 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu" if arguments.quick else arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # products and their workspace are made on the current device
     shapes = ["tiny", "tiny_hybrid"] if arguments.quick else arguments.shapes
     found: dict[str, Any] = {}
     with Clocks(arguments.out / "clocks.csv") as clocks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from consumer.attention import dense_attention, flex_attention_of, flex_rows
 from consumer.step import MakeAttention, TrainStep
 
 Name = Literal["flex", "intervals"]
+RECOMPILE_LIMIT = 8  # torch's own, for one number of anchors
 _TOKENS, _ANCHORS = 608, 48  # multiples of 16, as a run's own sizes are: Triton compiles other numbers apart
 
 
@@ -64,7 +65,17 @@ def _flex(step: TrainStep) -> Choice:
     def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
         return flex_rows(q, k, v, block_mask, options)
 
-    return Choice("flex", partial(flex_attention_of, flex=torch.compile(flex, dynamic=False)))
+    return Choice("flex", partial(flex_attention_of, flex=compiled(flex, len(step.anchor_sizes))))
+
+
+def compiled(function: Callable[..., Any], num_sizes: int, fullgraph: bool = False) -> Callable[..., Any]:
+    """Return torch.compile of a function that is called with so many numbers of anchors.
+
+    Only where it is needed: the compiler takes seconds to import, which a restart that compiles nothing does without.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT * num_sizes)
+    return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 
 
 def _flex_options(step: TrainStep) -> dict[str, int] | None:

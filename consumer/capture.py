@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from consumer.attention_choice import choose
+from consumer.attention_choice import choose, compiled
 from consumer.drafter import Pieces, heads
 from consumer.step import TrainStep
 from gpu.products import tuned
 
 WARM_UP_RUNS = 3
-RECOMPILE_LIMIT = 8  # torch's own, for one number of anchors
 Say = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -56,9 +55,7 @@ def prepare(
     """
     step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT * len(step.anchor_sizes))
-        step.drafter.pieces = fast_pieces(step.shape.head_dim)
+        step.drafter.pieces = fast_pieces(step.shape.head_dim, len(step.anchor_sizes))
         choice = choose(step, attention, say)
         step.attention, step.attention_note = choice.make, choice.name
         products = memory / "products.json" if memory else None
@@ -99,16 +96,16 @@ def _capture_all(step: TrainStep) -> None:
     step.execute = lambda: graphs[step.num_anchors].replay()
 
 
-def fast_pieces(head_dim: int) -> Pieces:
+def fast_pieces(head_dim: int, num_sizes: int = 1) -> Pieces:
     """Return the functions between the matrix products as kernels of our own; other head sizes are compiled."""
     from consumer import piece_kernels  # Triton is there on a GPU machine only
 
-    plain = torch.compile(heads, dynamic=False, fullgraph=True)
+    power_of_two = head_dim & (head_dim - 1) == 0
     return Pieces(
         rms_norm=piece_kernels.rms_norm,
         add_norm=piece_kernels.add_norm,
         gated=piece_kernels.gated,
-        heads=piece_kernels.heads if head_dim & (head_dim - 1) == 0 else plain,
+        heads=piece_kernels.heads if power_of_two else compiled(heads, num_sizes, fullgraph=True),
         spread=piece_kernels.spread,
         without_anchors=piece_kernels.without_anchors,
     )

@@ -11,10 +11,12 @@ it rejected and why. Knows nothing of how training works: it stores named tensor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,7 @@ def save_checkpoint(folder: Path, contents: Contents, given_up: Callable[[], boo
     final = folder / f"step-{step}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _clear_left_overs(folder)
         free = shutil.disk_usage(folder).free
         if free < 2 * size:
             raise CheckpointError(
@@ -106,6 +109,17 @@ def save_checkpoint(folder: Path, contents: Contents, given_up: Callable[[], boo
             "written, older ones are kept"
         ) from error
     return final
+
+
+def _clear_left_overs(folder: Path) -> None:
+    """Remove what processes that were killed left half written; it would count against the free space.
+
+    A set-aside checkpoint whose successor did not get its name stays until there is a newer one.
+    """
+    for path in folder.glob(".step-*"):
+        step, _, owner = path.name.removeprefix(".").partition(".")
+        if owner != f"{os.getpid()}" and (not owner.endswith(".old") or (folder / step).exists()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
@@ -133,7 +147,7 @@ def _write(temporary: Path, contents: Contents) -> None:
     facts = {"step": contents.step, "trained": to_ranges(contents.trained), **contents.meta}
     write_atomically(temporary / FILES[2], json.dumps(facts, indent=1))
     for name in FILES:
-        _fsync(temporary / name)
+        _sync(temporary / name)
     marker = {name: _describe(temporary / name) for name in FILES}
     write_atomically(temporary / "complete.json", json.dumps(marker, indent=1))
     _fsync(temporary)
@@ -193,6 +207,17 @@ def _fault(path: Path) -> str | None:
 def _describe(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """As _fsync, in a process of its own: one that ends, or is killed, waits for its threads in fsync, up to 30 s."""
+    try:
+        done = subprocess.run(["sync", str(path)], stderr=subprocess.PIPE, text=True, check=False)
+    except FileNotFoundError:
+        _fsync(path)
+        return
+    if done.returncode:
+        raise OSError(errno.EIO, done.stderr.strip() or "sync failed", str(path))
 
 
 def _fsync(path: Path) -> None:

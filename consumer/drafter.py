@@ -256,7 +256,11 @@ class Drafter(nn.Module):
         """Set initial weights: matrices normal with deviation 0.02, norms one. Drawn on the generator's device."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
-                drawn = parameter if parameter.device == generator.device else parameter.to(generator.device)
+                drawn = (
+                    parameter
+                    if parameter.device == generator.device
+                    else torch.empty_like(parameter, device=generator.device)
+                )
                 parameter.copy_(drawn.normal_(std=0.02, generator=generator))
             else:
                 parameter.fill_(1.0)

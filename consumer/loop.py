@@ -33,10 +33,11 @@ from consumer.distributed import Ranks, Turn
 from consumer.heldout import HeldoutWatch
 from consumer.intake import Intake
 from consumer.journal import Journal, begin_generation
+from consumer.memory import estimate_of
 from consumer.meter import Meter
 from consumer.resume import find_saved, identity_of
 from consumer.saver import Handed, Saver
-from consumer.selfcheck import facts_of_check, note_passed, self_check, was_passed
+from consumer.selfcheck import bytes_of_check, facts_of_check, note_passed, self_check, was_passed
 from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
 from consumer.start_clock import StartClock
@@ -227,7 +228,16 @@ class Trainer:
         if ranks.largest(int(not stands)) == 0:  # all or none: the step that is checked may wait for every rank
             self._log("start-up check", detail="passed before with this code, configuration and GPU; not repeated")
             return []
+        torch.cuda.empty_cache()  # what trial runs and the capture's warm-up took; again below
+        free_bytes, _ = torch.cuda.mem_get_info()
+        estimate = estimate_of(self._config, self._plan["target"], len(self._plan["draft_vocab"] or ()) or None)
+        wanted_bytes = bytes_of_check(self.step) + estimate.activations_bytes + estimate.logits_bytes
+        if ranks.largest(int(wanted_bytes > free_bytes)):
+            wanted = f"it takes {wanted_bytes / 1e9:.1f} GB beside the step, {free_bytes / 1e9:.1f} GB are free here"
+            self._log("start-up check", detail=f"left out: {wanted}; the step runs unchecked")
+            return []
         claims = each_size(self.step, lambda: self_check(self.step, SELF_CHECK_TOLERANCE))
+        torch.cuda.empty_cache()
         wrong = [claim for found in claims.values() for claim in found]
         if not wrong and ranks.local_rank == 0:
             note_passed(mark, facts)

@@ -51,6 +51,11 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
             tensor.copy_(value)
 
 
+def bytes_of_check(step: TrainStep) -> int:
+    """What the check keeps beside the step: its state, and the masters once more. Eager steps come on top."""
+    return sum(tensor.nbytes for tensor in _state(step)) + step.flat.masters.nbytes
+
+
 def facts_of_check(config: Config, plan: Mapping[str, Any], world: int) -> str:
     """Digest of everything that the outcome depends on: the code of the step, configuration, shapes, torch, GPU."""
     digest = hashlib.sha256()

@@ -47,7 +47,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, float]:
     device = torch.device(os.environ.get("DFLASH_DEVICE", "cpu"))
     description = TargetDescription.from_dict(plan["target"])
     prompts = heldout_prompts(run_dir)
-    first = read_checkpoint(run_dir / "checkpoints" / "step-0")
+    before = _initial(run_dir, device)
     last = newest_checkpoint(run_dir / "checkpoints", print)
     if last is None or not prompts:
         raise CheckpointError(f"{run_dir}: nothing to measure: no complete checkpoint, or no held-out prompt")
@@ -55,7 +55,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, float]:
     trained = load_drafter(last, device)
     successors = count_successors(Documents(run_dir / "data"), description.vocab_size)
     proposers: dict[str, Proposer] = {
-        "before": DrafterProposer(load_drafter(first, device), head),
+        **({} if before is None else {"before": DrafterProposer(before, head)}),
         "after": DrafterProposer(trained, head),
         "zero_context": DrafterProposer(trained, head, zero_context=True),
         "bigram": BigramProposer(successors, trained.shape.block_size),
@@ -76,6 +76,15 @@ def measure(run_dir: Path, config: Config) -> dict[str, float]:
     results["same_text_share"] = round(same / len(prompts), 4)
     write_atomically(run_dir / "heldout.json", json.dumps(results, indent=1))
     return results
+
+
+def _initial(run_dir: Path, device: torch.device) -> Drafter | None:
+    """Return the drafter before its training; None where its checkpoint was given up for a restart's newer state."""
+    try:
+        return load_drafter(read_checkpoint(run_dir / "checkpoints" / "step-0"), device)
+    except CheckpointError as error:
+        print(f"held-out accepted length, before: not measured: {error}", flush=True)
+        return None
 
 
 def decode_all(verifier: Verifier, proposer: Proposer, prompts: list[list[int]], config: Config) -> Decoded:

@@ -37,6 +37,7 @@ _MAX_WORKSPACE, _REDUCTIONS, _MIN_ALIGNMENT = 1, 3, (5, 6, 7, 8)
 _IN_FLOAT32 = 2
 """Of the ways to add up the parts of a product split along K, the one that does it in the type it computes in."""
 _RESULT_BYTES = 96
+_FULL_ALIGNMENT = 256
 _ALGORITHM = ctypes.c_uint64 * 8
 """cublasLtMatmulAlgo_t: opaque, may be stored and used again with the same version of the library."""
 
@@ -59,6 +60,22 @@ class Product(NamedTuple):
     def flop(self) -> float:
         """Floating-point operations."""
         return 2.0 * self.m * self.n * self.k
+
+    @property
+    def text(self) -> str:
+        """Sizes; `t`: transposed, `/64`: rows lie that far apart in a wider matrix, `@16`: only so well aligned."""
+        sides = (
+            f"{self.m}x{self.k}" + _layout(self.a_transposed, self.a_stride, self.m if self.a_transposed else self.k),
+            f"{self.k}x{self.n}" + _layout(self.b_transposed, self.b_stride, self.k if self.b_transposed else self.n),
+        )
+        into = _layout(False, self.out_stride, self.n)
+        notes = (f" into{into}" if into else "", " added" if self.add else "")
+        aligned = "" if self.alignment == _FULL_ALIGNMENT else f" @{self.alignment}"
+        return " ".join(sides) + "".join(notes) + aligned
+
+
+def _layout(transposed: bool, stride: int, plain: int) -> str:
+    return ("t" if transposed else "") + ("" if stride == plain else f"/{stride}")
 
 
 _plans: dict[Product, _Plan] = {}
@@ -111,11 +128,7 @@ def tuned(one_step: Callable[[], None], say: Callable[[str], None], memory: Path
 
 def measured() -> dict[str, tuple[float, float]]:
     """Return for each measured product the milliseconds of cuBLAS's own first choice and of the one in use."""
-    return {
-        f"{p.m}x{p.k}{'t' if p.a_transposed else ''} {p.k}x{p.n}{'t' if p.b_transposed else ''}"
-        f"{' added' if p.add else ''}": (plan.first_ms, plan.best_ms)
-        for p, plan in _plans.items()
-    }
+    return {product.text: (plan.first_ms, plan.best_ms) for product, plan in _plans.items()}
 
 
 def forget() -> None:
@@ -146,7 +159,7 @@ def _product_of(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product | None:
             return None
     if out.stride(1) != 1:
         return None
-    alignment = math.gcd(256, a.data_ptr(), b.data_ptr(), out.data_ptr())
+    alignment = math.gcd(_FULL_ALIGNMENT, a.data_ptr(), b.data_ptr(), out.data_ptr())
     (a_transposed, a_stride), (b_transposed, b_stride) = sides
     (m, k), n = a.shape, b.shape[1]
     return Product(m, n, k, a_transposed, b_transposed, a_stride, b_stride, out.stride(0), add, alignment)

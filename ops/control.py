@@ -21,12 +21,13 @@ from typing import Any
 from ops.errors import Refused
 from ops.messages import Request, Server
 from ops.paths import label, runtime_dir, socket_path
-from shm_ring.liveness import is_running, own_start
+from shm_ring.liveness import is_running, own_start, start_of
 
 ORPHAN_LIMIT_S = 8.0
 EXIT_PEER_DIED = 4
 LAUNCHER_ENV = "DFLASH_LAUNCHER"
-"""Environment variable "pid:start" that the launcher gives its children; without it nothing is watched."""
+"""Environment variable "pid:start" that the launcher gives its children. Without it torchrun is watched, or nobody."""
+TORCHRUN_ENV = "TORCHELASTIC_RUN_ID"
 RESTART = "restart"
 """Stop reason of a process that is started again at once, on this host."""
 READY_STATES = ("ready", "running", "finished")
@@ -50,6 +51,8 @@ class Control:
         self._checkpoint_asked = threading.Event()
         self._lock = threading.Lock()
         self._launcher = launcher_of(os.environ)
+        if LAUNCHER_ENV not in os.environ and TORCHRUN_ENV in os.environ:  # its agent takes the launcher's place
+            self._launcher = (os.getppid(), start_of(os.getppid()))
         self._orphaned_at: float | None = None
         self._old_handlers: dict[int, Any] = {}
         runtime_dir(run_dir, create=True)
@@ -64,7 +67,7 @@ class Control:
         control = cls(Path(run_dir), role, rank)
         control._server.start()
         control._take_signals()
-        if os.getppid() == control._launcher[0]:
+        if os.getppid() == control._launcher[0] and LAUNCHER_ENV in os.environ:
             die_with_parent(signal.SIGTERM)
         control._watch_launcher()  # it may have died before the line above
         set_title(control._title)

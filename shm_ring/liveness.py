@@ -88,7 +88,12 @@ def process_state(pid: int) -> tuple[str, int] | None:
 
 def own_start() -> int:
     """Return this process's start time in clock ticks since boot."""
-    state = process_state(os.getpid())
+    return start_of(os.getpid())
+
+
+def start_of(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot; 0 where there is no such process."""
+    state = process_state(pid)
     return state[1] if state else 0
 
 

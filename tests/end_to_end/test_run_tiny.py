@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,12 @@ def test_kill_9_of_the_drafter_loses_no_pack_and_reloads_no_target(tiny: Tiny) -
     heldout = json.loads((tiny.dir / "heldout.json").read_text())
     assert heldout["same_text_share"] == 1.0  # lossless: the text does not depend on what proposes
     tiny.assert_nothing_left()
+    shutil.rmtree(tiny.dir / "checkpoints" / "step-0")  # as where a restart came before it was written
+    again = [sys.executable, "-m", "evaluation.heldout", "--run-dir", str(tiny.dir)]
+    done = subprocess.run(again, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert "before: not measured" in done.stdout
+    del heldout["heldout_accept_len_before"], heldout["heldout_rounds_before"]
+    assert json.loads((tiny.dir / "heldout.json").read_text()) == heldout
 
 
 def test_the_metrics_have_what_others_rely_on(tiny: Tiny) -> None:

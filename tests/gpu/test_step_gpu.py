@@ -306,7 +306,8 @@ def test_pieces_as_kernels_equal_the_plain_functions():
 
 def test_measured_products_equal_torch_and_say_what_they_gained(monkeypatch):
     monkeypatch.setattr(products, "LEAST_FLOP", 1e6)
-    monkeypatch.setattr(products, "LONG_MS", 1.0)
+    monkeypatch.setattr(products, "SHORT_MS", 0.01)
+    monkeypatch.setattr(products, "LONG_MS", 0.1)
     a, b, c = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wide = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
 

@@ -166,7 +166,10 @@ def test_a_long_run_folder_gives_a_socket_path_within_the_limit(
     assert socket_path(long, "drafter", 47) != socket_path(other, "drafter", 47)
 
 
-def test_a_child_leaves_when_its_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mark", ["os.environ[LAUNCHER_ENV] = launcher_mark()", "os.environ['TORCHELASTIC_RUN_ID'] = 'none'"]
+)
+def test_a_child_leaves_when_its_launcher_or_torchrun_is_killed(mark: str, tmp_path: Path) -> None:
     """The launcher stands for itself here: a process that starts one child and is killed."""
     child = f"""
 from ops.control import Control
@@ -180,7 +183,7 @@ with Control.start({str(tmp_path / "run")!r}, "target", 0) as control:
     launcher = f"""
 import os, subprocess, sys
 from ops.control import LAUNCHER_ENV, launcher_mark
-os.environ[LAUNCHER_ENV] = launcher_mark()
+{mark}
 subprocess.Popen([sys.executable, "-c", {child!r}]).wait()
 """
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:

@@ -39,6 +39,17 @@ def test_a_product_is_described_by_sizes_strides_and_which_side_is_transposed(a_
     assert found.flop == 2 * 30 * 20 * 40
 
 
+def test_products_that_differ_are_called_by_different_names():
+    a, wide, out = random(32, 32), random(32, 64), random(32, 32)
+    pairs = [(a, a), (a, a.t()), (a.t(), wide), (a, wide[:, 32:]), (wide[:, 32:], a), (wide.t(), a)]
+    found = [_product_of(x, y, random(x.shape[0], y.shape[1]), add) for x, y in pairs for add in (False, True)]
+    assert len({each.text for each in found if each}) == len(found) == len(set(found))
+    assert _product_of(a, a.t(), out, False)._replace(alignment=256).text == "32x32 32x32t"
+    assert _product_of(wide[:, 32:], a, wide[:, :32], True)._replace(alignment=16).text == (
+        "32x32/64 32x32 into/64 added @16"
+    )
+
+
 def test_alignment_is_that_of_the_worst_operand():
     a, b, out = random(32, 64), random(64, 32), random(32, 32)
     offset = torch.zeros(64 * 32 + 4)[4:].view(64, 32)  # 16 bytes further on

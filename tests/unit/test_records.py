@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -156,6 +157,44 @@ def test_a_disk_without_space_keeps_the_older_checkpoint(tmp_path: Path, monkeyp
     found = newest_checkpoint(tmp_path, print)
     assert found is not None
     assert found.step == 1
+
+
+def test_what_killed_processes_left_half_written_does_not_count_against_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, deleted, set_aside = (tmp_path / name for name in (".step-3.999999", ".step-1.old", ".step-5.999999.old"))
+    for path in (half, deleted, set_aside):
+        path.mkdir()
+    usage = type("Usage", (), {})
+
+    def disk_usage(_path: Path) -> Any:
+        found = usage()
+        found.free = 0 if half.exists() or deleted.exists() else 1 << 40
+        return found
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    save(tmp_path, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-5.999999.old", "step-7"]
+    keep_newest(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_a_disk_that_fails_when_it_is_to_be_flushed_keeps_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, stderr="sync: No space left on device")
+    )
+    with pytest.raises(CheckpointError, match="sync: No space left on device"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("sync")
+
+    monkeypatch.setattr(subprocess, "run", missing)  # then by the process itself
+    assert save(tmp_path, 3) == tmp_path / "step-3"
 
 
 WRITES_TOO_MUCH = """
