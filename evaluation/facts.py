@@ -6,7 +6,7 @@ Reads the target's description and counts its tensors without allocating them; t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -15,9 +15,10 @@ from configs.facts import Facts
 from configs.schema import Config
 from consumer.memory import estimate_of
 from consumer.setup import drafter_shape
-from producer.packed import KINDS
+from producer import packed_recurrent
+from producer.packed import KINDS, LINEAR, CannotPack
 from producer.prepare import slot_spec
-from producer.target import TargetDescription, describe_target
+from producer.target import TargetDescription, TargetError, describe_target, find_trunk
 from producer.target_source import TargetFolder, find_target
 from producer.trunk import model_class
 
@@ -26,12 +27,17 @@ SHORT_CONTEXT = 4
 
 
 class TargetSize(NamedTuple):
-    """Parameters and bytes of a target's tensors, in the type it computes in."""
+    """Parameters and bytes of a target's tensors, in the type it computes in, and whether it can be read packed.
+
+    `packs`: none of them forbids it (the start-up check may still). `slow`: a warning for a hybrid on a GPU, or None.
+    """
 
     parameters: int
     trunk_parameters: int
     bytes: int
     files_bytes: int
+    packs: bool
+    slow: str | None
 
 
 def find_facts(config: Config, on_gpu: bool) -> Facts:
@@ -44,7 +50,7 @@ def find_facts(config: Config, on_gpu: bool) -> Facts:
     return Facts(
         _target_lines(target, folder, size, config),
         _drafter_lines(config, target),
-        _warnings(config, target),
+        _warnings(config, target) + ([size.slow] if on_gpu and size.slow else []),
         slot_bytes,
         _target_bytes(config, target, size, slot_bytes),
         step.total_bytes,
@@ -63,7 +69,21 @@ def target_size(folder: Path, target: TargetDescription) -> TargetSize:
     skipped = sum(count for name, count in counts.items() if _layer_of(name) >= layers or "lm_head" in name)
     item = torch.empty((), dtype=getattr(torch, target.dtype)).element_size()
     files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return TargetSize(total, total - skipped, total * item, files)
+    packs, slow = _of_layers(model)
+    return TargetSize(total, total - skipped, total * item, files, packs, slow)
+
+
+def _of_layers(model: torch.nn.Module) -> tuple[bool, str | None]:
+    """Whether the kinds of layers can be read packed, and what there is to say of recurrent ones on a GPU."""
+    try:
+        trunk = find_trunk(model)
+        text: Any = trunk.config
+        kinds = getattr(text, "layer_types", None) or ["full_attention"]
+        layers: Any = trunk.layers
+        packed_recurrent.modules_of(layers, kinds)
+    except (CannotPack, TargetError):
+        return False, None
+    return set(kinds) <= KINDS | {LINEAR}, packed_recurrent.warning(layers, torch.device("cuda"))
 
 
 def _layer_of(name: str) -> int:
@@ -83,7 +103,7 @@ def _target_bytes(config: Config, target: TargetDescription, size: TargetSize, s
 def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetSize, config: Config) -> list[str]:
     text = transformers.AutoConfig.from_pretrained(folder.path).get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]))
-    reads = "rows" if config.target.layout == "rows" or not set(kinds) <= KINDS else "packed"
+    reads = "packed" if size.packs and config.target.layout != "rows" else "rows"
     tied = "tied to the embedding" if target.tie_word_embeddings else "its own"
     deepest = max(target.target_layer_ids) + 1
     run = target.num_layers if config.target.final_hidden else deepest

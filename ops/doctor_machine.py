@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ PACKAGES = ("torch", "transformers", "numpy", "posix_ipc", "pyzmq", "pydantic", 
 SMALL_SHM_BYTES = 1 << 30
 FEW_THREADS = 2000
 """A process of either side has up to 40 threads of ours, and its libraries' at start."""
+HYBRID_KERNELS = "fla-core"
+"""The part of flash-linear-attention that is used."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 
 
 def check_machine(shm_bytes: int = 0) -> list[Finding]:
     """Check everything; `shm_bytes` is what a run's rings need, 0 if unknown."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python, _packages, _libatomic, _futex, lambda: _shared_memory(shm_bytes), _memory_limit, _memlock, _cores,
-        _threads, _sockets, check_gpus,
+        _python, _packages, _hybrid_kernels, _libatomic, _futex, lambda: _shared_memory(shm_bytes), _memory_limit,
+        _memlock, _cores, _threads, _sockets, check_gpus,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -71,6 +75,37 @@ def _required_versions() -> dict[str, Any]:
     except (ImportError, importlib.metadata.PackageNotFoundError):
         return {}
     return {each.name: each.specifier for each in wanted if each.marker is None}
+
+
+def _hybrid_kernels() -> Iterator[Finding]:
+    version = hybrid_kernels()
+    if version or shutil.which("nvidia-smi"):
+        lacking = 'not installed; only hybrid targets on a GPU need it: pip install -e ".[hybrid]"'
+        yield Finding(OK, "flash-linear-attention", version or lacking)
+
+
+def hybrid_kernels() -> str:
+    """Version of flash-linear-attention's kernels; empty where they are not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(HYBRID_KERNELS)
+    return ""
+
+
+def is_hybrid(model: str, revision: str | None = None) -> bool:
+    """Whether a target has recurrent (Gated DeltaNet) layers, as far as a config.json here says so.
+
+    `model`: a local folder, or a hub id, of which the hub's cache is looked at; nothing is fetched.
+    """
+    file = Path(model).expanduser() / "config.json"
+    with suppress(ImportError, OSError, ValueError, AttributeError):  # not here, not readable, or no object in it
+        if not file.is_file():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = Path(str(try_to_load_from_cache(model, "config.json", revision=revision)))
+        described = json.loads(file.read_text(encoding="utf-8"))
+        text = described.get("text_config", described)
+        return "linear_attention" in text.get("layer_types", ()) or "linear_num_value_heads" in text
+    return False
 
 
 def _libatomic() -> Iterator[Finding]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from configs.load import load_config
 from ops.devices import find_gpus, place
 from ops.doctor import compare, describe, read_report
+from ops.doctor_machine import hybrid_kernels, is_hybrid
+from ops.paths import TARGET
 from ops.run_folder import find_run, read_json
 from shm_ring import SlotSpec
 from shm_ring.layout import DATA_OFFSET, slot_stride
@@ -37,7 +39,14 @@ def _config_lines(path: Path) -> list[str]:
     config = load_config(path)
     places = place(config, find_gpus(), len(os.sched_getaffinity(0)))
     lines = [f"{path}: valid", *(f"  {each.line}" for each in places.placements)]
-    return lines + [f"  warning: {warning}" for warning in places.warnings]
+    warnings = list(places.warnings)
+    on_gpu = any(each.gpu is not None for each in places.of(TARGET))
+    if on_gpu and not hybrid_kernels() and is_hybrid(config.target.model, config.target.revision):
+        warnings.append(
+            "the target is a hybrid and flash-linear-attention is not installed: its recurrent layers are read "
+            'document by document in plain torch, which is slow; pip install -e ".[hybrid]"'
+        )
+    return lines + [f"  warning: {warning}" for warning in warnings]
 
 
 def _ring_lines(run_dir: Path) -> list[str]:

@@ -138,15 +138,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalise: bool,
     return v.new_empty(v.shape)
 
 
-@functools.cache
 def flash_linear_attention() -> Rule | None:
     """flash-linear-attention's chunked gated delta rule; None where the package is not installed or does not load."""
+    return _library()[0]
+
+
+@functools.cache
+def _library() -> tuple[Rule | None, str]:
+    """The rule, or why there is none."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,unused-ignore]
-    except (ImportError, RuntimeError):
-        return None
+    except (ImportError, RuntimeError) as error:
+        return None, (str(error) or repr(error)).splitlines()[0]
     rule: Rule = chunk_gated_delta_rule
-    return rule
+    return rule, ""
+
+
+def warning(layers: Iterable[nn.Module], device: torch.device) -> str | None:
+    """One line where `layers` are a hybrid's, on a GPU, and flash-linear-attention does not serve them; else None."""
+    if device.type != "cuda" or all(getattr(layer, "linear_attn", None) is None for layer in layers):
+        return None
+    rule, why = _library()
+    if rule is not None:
+        return None
+    return (
+        f"a hybrid target without flash-linear-attention ({why}): its recurrent layers are read document by document "
+        'in plain torch, which is slow; pip install -e ".[hybrid]"'
+    )
 
 
 class _Chunks:

@@ -10,7 +10,7 @@ from torch import nn
 
 from configs.schema import Config
 from ops.telemetry import Log
-from producer import selfcheck
+from producer import packed_recurrent, selfcheck
 from producer.linear import measure_products, replace_products, restore_products
 from producer.packed import CannotPack
 from producer.row_plan import row_length
@@ -39,6 +39,8 @@ def make_target(
     make = random_model if config.target.random_weights else load_model
     model = load() if load else make(description, config.target, device)
     target = Target(model, description.target_layer_ids)
+    if slow := packed_recurrent.warning(target.layers, device):
+        log("warning", detail=slow)
     if config.target.layout != "rows":
         target.tune(config.pack.tokens)
     lengths = selfcheck.lengths_for(target.long_documents_from, config.pack.tokens)

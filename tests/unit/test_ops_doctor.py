@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ops.doctor import compare, describe, read_report
-from ops.doctor_machine import check_machine
+from ops.doctor_machine import check_machine, is_hybrid
+from ops.doctor_subject import examine
 from ops.errors import RunMissing
 from ops.findings import FAULT, OK, WARNING, Finding
 
@@ -174,3 +175,54 @@ def test_few_threads_are_a_warning_that_names_the_limit(monkeypatch: pytest.Monk
 def test_the_limit_for_locked_memory_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ops.doctor_machine.resource.getrlimit", lambda _which: (8 << 20, 8 << 20))
     assert _of("locked memory")[0].text.startswith("8 MB (ulimit -l")
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"text_config": {"layer_types": ["linear_attention"]}, "vision_config": {}}, True),
+        ({"linear_num_value_heads": 32}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({}, False),
+        ([], False),
+    ],
+)
+def test_a_hybrid_is_known_by_its_config(described: object, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert is_hybrid(str(tmp_path)) is expected
+
+
+def test_a_target_that_is_not_here_is_not_looked_up_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not is_hybrid(str(tmp_path / "none"))
+    assert not is_hybrid("owner/absent")
+
+
+@pytest.mark.parametrize(("gpus", "version", "warned"), [(["0"], "", True), (["0"], "0.6.0", False), ([], "", False)])
+def test_a_hybrid_on_a_gpu_without_its_kernel_library_is_warned_about(
+    gpus: list[str], version: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"layer_types": ["linear_attention"]}')
+    (tmp_path / "run.yaml").write_text(f"target: {{model: {tmp_path / 'target'}}}\n")
+    monkeypatch.setattr("ops.doctor_subject.find_gpus", lambda: gpus)
+    monkeypatch.setattr("ops.doctor_subject.hybrid_kernels", lambda: version)
+    lines = examine(str(tmp_path / "run.yaml"), None, tmp_path)
+    assert any("hybrid" in line and line.endswith('pip install -e ".[hybrid]"') for line in lines) == warned
+
+
+def test_on_a_machine_with_a_gpu_doctor_says_whether_hybrids_have_their_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ops.doctor_machine.check_gpus", lambda: iter(()))
+    monkeypatch.setattr("ops.doctor_machine.shutil.which", lambda _name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("ops.doctor_machine.hybrid_kernels", lambda: "")
+    assert [(each.level, each.text) for each in _of("flash-linear-attention")] == [
+        (OK, 'not installed; only hybrid targets on a GPU need it: pip install -e ".[hybrid]"')
+    ]
+    monkeypatch.setattr("ops.doctor_machine.hybrid_kernels", lambda: "0.6.0")
+    assert [each.text for each in _of("flash-linear-attention")] == ["0.6.0"]
+    monkeypatch.setattr("ops.doctor_machine.hybrid_kernels", lambda: "")
+    monkeypatch.setattr("ops.doctor_machine.shutil.which", lambda _name: None)
+    assert _of("flash-linear-attention") == []

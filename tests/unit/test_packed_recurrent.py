@@ -181,3 +181,18 @@ def test_on_a_gpu_the_library_gets_the_bounds(monkeypatch: pytest.MonkeyPatch) -
     assert asked["cu_seqlens"].tolist() == [0, 65, 72]
     assert asked["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
     assert (asked["chunk_size"], asked["use_qk_l2norm_in_kernel"]) == (packed_recurrent.CHUNK, True)
+
+
+def test_a_hybrid_on_a_gpu_without_the_library_is_warned_about_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid, plain = (Target(make_family(name), TAPS).layers for name in ("qwen3_5", "llama"))
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(packed_recurrent, "_library", lambda: (None, "No module named 'fla'"))
+    said = packed_recurrent.warning(hybrid, gpu)
+    assert said is not None
+    assert "No module named 'fla'" in said
+    assert said.endswith('pip install -e ".[hybrid]"')
+    assert "\n" not in said
+    assert packed_recurrent.warning(plain, gpu) is None
+    assert packed_recurrent.warning(hybrid, CPU) is None
+    monkeypatch.setattr(packed_recurrent, "_library", lambda: (lambda: None, ""))
+    assert packed_recurrent.warning(hybrid, gpu) is None

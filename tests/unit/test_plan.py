@@ -14,6 +14,7 @@ from configs.schema import Config
 from evaluation.facts import find_facts, target_size
 from ops.errors import NoResource
 from ops.plan import Machine, plan
+from producer import packed_recurrent
 from producer.target import describe_target
 from tests.helpers.families import make_family
 from tests.helpers.tiny_target import make_tokenizer, save_target, write_chats
@@ -57,10 +58,26 @@ def test_parameters_are_counted_without_being_allocated(family: str, tmp_path: P
     assert found.bytes == 4 * found.parameters
 
 
-def test_a_recurrent_target_is_read_in_rows(tmp_path: Path) -> None:
+def test_a_hybrid_target_is_read_packed_and_on_a_gpu_its_kernel_library_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_family("qwen3_5").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(packed_recurrent, "_library", lambda: (None, "No module named 'fla'"))
+    gpu, warned = Machine(["0"], [10**11], 10**10, 4), "warning: a hybrid target without flash-linear-attention"
     assert "layers 6 (full_attention, linear_attention)" in text_of(tmp_path)
+    assert "read packed" in text_of(tmp_path)
+    assert "read rows" in text_of(tmp_path, CPU, "target.layout=rows")
+    assert warned in text_of(tmp_path, gpu)
+    assert warned not in text_of(tmp_path)
+    monkeypatch.setattr(packed_recurrent, "_library", lambda: (lambda: None, ""))
+    assert warned not in text_of(tmp_path, gpu)
+
+
+def test_a_recurrent_target_of_another_kind_is_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_family("qwen3_5").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(packed_recurrent, "DELTA_RULE", "a_function_of_another_name")
     assert "read rows" in text_of(tmp_path)
 
 

@@ -126,6 +126,17 @@ def test_h10_a_recurrent_target_is_read_packed_only_where_its_layers_stop_at_doc
     assert "rows (layer 0 is recurrent in a way of its own: Qwen3_5GatedDeltaNet)" in setup(folder)[2][-1]
 
 
+def test_a_hybrid_that_will_be_slow_is_one_line_in_the_targets_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "hybrid", make_family("qwen3_5"))
+    assert not any(line.startswith("warning") for line in setup(folder)[2])
+    monkeypatch.setattr(packed_recurrent, "warning", lambda _layers, _device: "slow without its library")
+    assert [line for line in setup(folder)[2] if line.startswith("warning")] == [
+        "warning {'detail': 'slow without its library'}"
+    ]
+
+
 def test_h10_a_kernel_library_that_does_not_work_makes_a_recurrent_target_read_in_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
