@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from producer.corpus.sources import fingerprint, read_chunks
 from producer.corpus.store import CorpusWriter
 from producer.corpus.tokenizing import RowTokenizer, tokenize
 
-TOKENIZING_VERSION = 1
+TOKENIZING_VERSION = 2
 """Raised whenever this code makes other tokens or masks of the same rows."""
 
 Say = Callable[[str], None]
@@ -113,28 +113,27 @@ def _make(
     config: DataConfig, tokenizer: Any, tokenizer_folder: str, limit: int, folder: Path, say: Say, progress: Progress
 ) -> None:
     report = DataReport(sources=[SourceShare(source.name or source.path, source.weight) for source in config.sources])
-    writer = CorpusWriter(folder)
     rows = RowTokenizer(config, tokenizer, limit)
     digest = hashlib.sha256()
     began = shown = time.monotonic()
     chunks = limited(read_chunks(config.sources), config.max_documents)
-    for batch in tokenize(chunks, rows, tokenizer_folder, config, limit):
-        if batch.skipped and config.bad_rows == "fail":
-            _fail(*batch.skipped[0])
-        report.count(batch)
-        writer.append(batch.ids, batch.mask, batch.row_sizes, batch.row_digests, batch.source)
-        for ids, mask in zip(batch.ids, batch.mask, strict=True):
-            digest.update(len(ids).to_bytes(8, "little"))
-            digest.update(ids.data)
-            digest.update(mask.data)
-        report.documents += len(batch.ids)
-        report.tokens += sum(map(len, batch.ids))
-        now = time.monotonic()
-        if now - shown >= _PROGRESS_EVERY_S:
-            shown = now
-            per_s = report.rows / (now - began)
-            progress(f"tokenising: {report.rows:,} rows, {report.tokens:,} tokens, {per_s:,.0f} rows/s")
-    writer.close()
+    with closing(CorpusWriter(folder)) as writer:
+        for batch in tokenize(chunks, rows, tokenizer_folder, config, limit):
+            if batch.skipped and config.bad_rows == "fail":
+                _fail(*batch.skipped[0])
+            report.count(batch)
+            writer.append(batch.ids, batch.mask, batch.row_sizes, batch.row_digests, batch.source)
+            for ids, mask in zip(batch.ids, batch.mask, strict=True):
+                digest.update(len(ids).to_bytes(8, "little"))
+                digest.update(ids.data)
+                digest.update(mask.data)
+            report.documents += len(batch.ids)
+            report.tokens += sum(map(len, batch.ids))
+            now = time.monotonic()
+            if now - shown >= _PROGRESS_EVERY_S:
+                shown = now
+                per_s = report.rows / (now - began)
+                progress(f"tokenising: {report.rows:,} rows, {report.tokens:,} tokens, {per_s:,.0f} rows/s")
     seconds = time.monotonic() - began
     say(f"tokenised {report.rows:,} rows, {report.tokens:,} tokens in {seconds:.1f} s")
     (folder / "content.json").write_text(json.dumps({"sha256": digest.hexdigest()}))

@@ -15,6 +15,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function":
 _KNOWN = ("system", "user", "assistant", "tool")
 _QUESTIONS = ("prompt", "instruction", "question", "query")
 _ANSWERS = ("response", "completion", "output", "answer")
+_CHAT_FIELDS = "messages, conversations, prompt with response"
+_SHOWN_FIELDS = 6
 _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "finish_reason")
 
 
@@ -52,6 +54,19 @@ def conversation_of(row: Any, answered: bool = True) -> Conversation | None:
         messages[-1]["finish_reason"] = "length"
     _check_order(messages, answered)
     return Conversation(messages, _decoded(tools) or None)
+
+
+def unknown_fields(row: Any, kind: str) -> str:
+    """Say which fields a row has and which are looked for; `kind` as in SourceConfig."""
+    expected = {"chat": _CHAT_FIELDS, "text": "text"}.get(kind, f"{_CHAT_FIELDS}, or text")
+    if not isinstance(row, dict):
+        return f"expected {expected}; got a bare {'text' if isinstance(row, str) else 'list'}"
+    asked = [name for name in _QUESTIONS if row.get(name) is not None]
+    if asked and kind != "text":
+        answers = ", ".join(_ANSWERS)
+        return f"{asked[0]} without an answer ({answers}); prepare --regenerate lets the target write it"
+    found = ", ".join(list(map(str, row))[:_SHOWN_FIELDS]) + (", ..." if len(row) > _SHOWN_FIELDS else "")
+    return f"expected {expected}; got {found or 'an empty row'}"
 
 
 def _turns(row: Any, answered: bool) -> Any:

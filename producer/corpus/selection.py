@@ -34,9 +34,7 @@ def select(config: DataConfig, corpus_folder: Path, run_data: Path, tokenizer: A
     row_of = np.repeat(np.arange(len(digests)), np.diff(corpus.rows()))
     kept = np.flatnonzero(~(heldout | dropped)[row_of])
     if not len(kept):
-        reasons = ", ".join(f"{reason} {count}" for reason, count in report.skipped.items()) or "the sources are empty"
-        more = f", {int(heldout.sum())} held out" if heldout.any() else ""
-        raise DataError(f"data: no usable document left of {report.rows} rows ({reasons}{more})")
+        raise DataError(_nothing_left(report, len(digests), config))
     digest = data_digest(content_digest(corpus_folder), kept, config)
     write_view(run_data, corpus_folder, kept, {"digest": digest})
     _write_heldout(run_data, corpus, np.flatnonzero(heldout), tokenizer)
@@ -46,6 +44,22 @@ def select(config: DataConfig, corpus_folder: Path, run_data: Path, tokenizer: A
     if broken := report.broken_laws():
         raise DataError(f"data: documents would be lost: {'; '.join(broken)} does not hold; please report this")
     return report, digest
+
+
+def _nothing_left(report: DataReport, usable: int, config: DataConfig) -> str:
+    """Say why there is nothing to train on: every usable row is held out, none is usable, or there is no row."""
+    if usable:
+        return (
+            f"data.heldout_documents: {config.heldout_documents} would hold out all {usable} usable rows of "
+            f"{report.rows}, and leave no usable document to train on; lower it"
+        )
+    if not report.rows:
+        names = ", ".join(source.path for source in config.sources)
+        return f"data.sources: no usable document, since there is not one row in {names}"
+    reasons = "; ".join(
+        f"{reason} {count}, first {report.first_place[reason]}" for reason, count in report.skipped.items()
+    )
+    return f"data: no usable document left of {report.rows} rows: {reasons}"
 
 
 def _choose_heldout(digests: NDArray[Any], wanted: int) -> NDArray[np.bool_]:

@@ -1,5 +1,7 @@
 """Read rows from JSON lines, Parquet, Hugging Face datasets and plain text, in chunks. Knows nothing of tokens.
 
+The suffix says what a file holds. A file of another suffix, or of none, is refused: nothing would tell rows from text.
+
 A chunk is what one tokenising process works on: some rows of one file as they were read (lines of JSON are decoded
 later, in that process), and the number of the first. Only a few chunks exist at a time, whatever the corpus's size.
 Each row comes with the place it stands at, so that a refusal can name file and line.
@@ -7,9 +9,10 @@ Each row comes with the place it stands at, so that a refusal can name file and 
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from configs.schema import SourceConfig
 LINES = {".jsonl", ".ndjson"}
 TEXTS = {".txt", ".md", ".rst", ".py"}
 PARQUET = ".parquet"
+SUFFIXES = LINES | TEXTS | {PARQUET}
 SAVED_DATASET = ("dataset_dict.json", "dataset_info.json")
 ROWS_PER_CHUNK = 256
 
@@ -38,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows of one source as read: `items` are lines of JSON (bytes), mappings, or one whole text (str)."""
+    """Rows of one source as read: `items` are lines of JSON (bytes), mappings, or one whole text (str, or a Row)."""
 
     source: int
     origin: str
@@ -49,7 +53,9 @@ class Chunk(NamedTuple):
         """Decode the rows; empty lines are passed over."""
         for number, item in enumerate(self.items, start=self.first):
             place = self.origin if isinstance(item, str) else f"{self.origin}:{number}"
-            if not isinstance(item, bytes):
+            if isinstance(item, Row):
+                yield item
+            elif not isinstance(item, bytes):
                 yield Row(item, place)
             elif item.strip():
                 yield _decode(item, place)
@@ -66,7 +72,10 @@ def _decode(line: bytes, place: str) -> Row:
 
 
 def read_chunks(sources: tuple[SourceConfig, ...], size: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
-    """Yield the rows of all sources in order, `size` at a time. Raises SourceError for a missing or empty source."""
+    """Yield the rows of all sources in order, `size` at a time.
+
+    Raises SourceError for a source that is missing, empty, or of a kind that is not read.
+    """
     for number, source in enumerate(sources):
         try:
             if _is_dataset(source):
@@ -101,32 +110,66 @@ def locate(path: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
+def check_files(sources: Sequence[SourceConfig]) -> None:
+    """Look for the files of every source that is not a data set's, reading none. Raises SourceError."""
+    for number, source in enumerate(sources):
+        if not _is_dataset(source):
+            _files(source, number)
+
+
 def _files(source: SourceConfig, number: int) -> list[Path]:
-    location = locate(source.path)
-    kinds = LINES | TEXTS | {PARQUET}
+    location, known = locate(source.path), ", ".join(sorted(SUFFIXES))
     if location.is_dir():
-        files = [file for file in sorted(location.rglob("*")) if file.suffix in kinds and file.is_file()]
+        files = [file for file in sorted(location.rglob("*")) if _kind(file) in SUFFIXES and file.is_file()]
     else:
         files = [location] if location.is_file() else []
     if not files:
         raise SourceError(
-            f"data.sources.{number}.path: no {', '.join(sorted(kinds))} file at {source.path}; give a file, a folder, "
+            f"data.sources.{number}.path: no {known} file at {source.path}; give a file, a folder, "
             '"package:NAME/FILE" or "dataset:NAME"'
+        )
+    if _kind(files[0]) not in SUFFIXES:
+        raise SourceError(
+            f"data.sources.{number}.path: {source.path}: expected one of {known}, got {_described(files[0])}"
         )
     return files
 
 
+def _kind(file: Path) -> str:
+    return file.suffix.lower()
+
+
+def _described(file: Path) -> str:
+    """Say what a file is that is not read, and what to do."""
+    with file.open("rb") as content:
+        begins = content.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if _kind(file) == ".json" and begins == b"[":
+        return f"a JSON array; write its rows one a line: jq -c '.[]' {file.name} > {file.stem}.jsonl"
+    if _kind(file) == ".json":
+        return "a .json file; if it has one row a line, rename it to .jsonl, else convert it to that"
+    found = f"a {file.suffix} file" if file.suffix else "a name without a suffix"
+    return f"{found}; convert rows to .jsonl, one a line, or name a plain text .txt"
+
+
 def _file_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:
-    if file.suffix == PARQUET:
+    if _kind(file) == PARQUET:
         yield from _parquet_chunks(file, source, size)
-    elif file.suffix in LINES:
+    elif _kind(file) in LINES:
         with file.open("rb") as lines:
             first = 1
             while items := list(islice(lines, size)):
                 yield Chunk(source, str(file), first, items)
                 first += len(items)
     else:
-        yield Chunk(source, str(file), 1, [file.read_text(encoding="utf-8", errors="replace")])
+        yield Chunk(source, str(file), 1, [_text(file)])
+
+
+def _text(file: Path) -> str | Row:
+    """Return the text of a file; a Row with its fault where it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        return Row(None, f"{file}, byte {error.start} (0x{error.object[error.start]:02x})", "not_utf8")
 
 
 def _parquet_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from configs.schema import DataConfig
 from ops.control import die_with_parent
 from producer.corpus.chat import ChatTokenizer, Document, tokenize_text
-from producer.corpus.conversation import BadRow, conversation_of
+from producer.corpus.conversation import BadRow, conversation_of, unknown_fields
 from producer.corpus.sources import Chunk, Row
 
 CHUNKS_BEFORE_HELP = 8  # a process that helps takes seconds to start
@@ -99,7 +99,7 @@ class RowTokenizer:
                 return self._chat.tokenize(conversation)
         text = row.content.get("text") if isinstance(row.content, dict) else row.content
         if kind == "chat" or not isinstance(text, str):
-            raise BadRow("no_known_fields")
+            raise BadRow("no_known_fields", unknown_fields(row.content, kind))
         if not text.strip():
             raise BadRow("empty")
         return tokenize_text(self._tokenizer, text)

@@ -17,7 +17,7 @@ from ops.telemetry import Log
 from producer.corpus.documents import DataError, Documents
 from producer.corpus.report import DataReport
 from producer.corpus.schedule import schedule_of
-from producer.corpus.sources import SourceError, read_chunks
+from producer.corpus.sources import SourceError, check_files, read_chunks
 from producer.prepare import check_tokens, prepare, prepare_data
 from producer.target import describe_target
 from tests.helpers.tiny_target import make_tokenizer, save_target, write_chats
@@ -129,8 +129,65 @@ def test_bad_rows_are_counted_by_reason_with_their_place_and_one_good_row_is_eno
 
 
 def test_with_nothing_usable_the_reasons_are_told(prepared: Prepared, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no usable document left of 2 rows \(no_known_fields 2\)"):
-        prepared.prepare([{"path": write_rows(tmp_path / "x.jsonl", [{"a": 1}, {"b": 2}])}])
+    def told(rows: list[Any], **data: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            prepared.prepare([{"path": write_rows(tmp_path / "x.jsonl", rows), **data.pop("source", {})}], **data)
+        (line,) = str(caught.value).splitlines()
+        return line
+
+    place = tmp_path / "x.jsonl"
+    assert told([{"quest": 1, "repl": 2}, {"b": 2}]) == (
+        f"data: no usable document left of 2 rows: no_known_fields 2, first {place}:1 (expected messages, "
+        "conversations, prompt with response, or text; got quest, repl)"
+    )
+    assert "expected text; got messages" in told([chat("q", "a")], source={"kind": "text"})
+    assert f"first {place}:1 (prompt without an answer (response," in told([{"prompt": "why"}])
+    assert "--regenerate" in told([{"prompt": "why"}])
+    assert "empty 1, first" in told([[], {"prompt": "why"}])
+    assert told([]) == f"data.sources: no usable document, since there is not one row in {place}"
+    assert told([chat(f"q {n}", "a") for n in range(4)], heldout_documents=9).startswith(
+        "data.heldout_documents: 9 would hold out all 4 usable rows of 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat.json", b' [\n{"messages": []}]', "got a JSON array; write its rows one a line: jq -c '.[]' chat.json"),
+        ("chat.json", b'{"messages": []}\n', "if it has one row a line, rename it to .jsonl"),
+        ("chat.csv", b"prompt,response\n", "got a .csv file; convert rows to .jsonl"),
+        ("rows.jsonl.gz", b"\x1f\x8b", "got a .gz file"),
+        ("notes", b"text", "got a name without a suffix"),
+    ],
+)
+def test_a_file_of_a_kind_that_is_not_read_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    config = config_from({"data": {"sources": [{"path": str(tmp_path / name)}]}})
+    for look in (lambda sources: list(read_chunks(sources)), check_files):
+        with pytest.raises(SourceError, match=r"^data\.sources\.0\.path: \S+: expected one of \.jsonl, .*") as caught:
+            look(config.data.sources)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_the_case_of_a_suffix_does_not_matter_and_other_files_of_a_folder_are_passed_over(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.JSONL", [chat("q", "a")])
+    (tmp_path / "b.TXT").write_text("text")
+    (tmp_path / "c.json").write_text("[]")
+    chunks = list(read_chunks(config_from({"data": {"sources": [{"path": str(tmp_path)}]}}).data.sources))
+    assert [Path(chunk.origin).name for chunk in chunks] == ["a.JSONL", "b.TXT"]
+    assert [len(list(chunk.rows())) for chunk in chunks] == [1, 1]
+
+
+def test_a_text_that_is_not_utf8_is_a_bad_row_with_the_byte(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes("é is two bytes, ".encode() + b"\xe9 alone is none")
+    (tmp_path / "good.txt").write_text("fine")
+    report = prepared.prepare([{"path": str(tmp_path / name)} for name in ("bad.txt", "good.txt")])
+    assert texts(prepared) == ["fine"]
+    assert report.first_place == {"not_utf8": f"{tmp_path / 'bad.txt'}, byte 17 (0xe9)"}
+    with pytest.raises(DataError, match=r"bad\.txt, byte 17 \(0xe9\): not_utf8; mend the row"):
+        prepared.prepare([{"path": str(tmp_path / "bad.txt")}], bad_rows="fail")
 
 
 @pytest.mark.parametrize(
