@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,6 +24,12 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class NoSources(ConfigError):
+    """The configuration names no data to train on. Exit code 3."""
+
+    exit_code = 3
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -75,6 +81,17 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     node[keys[-1]] = parsed
 
 
+def require_sources(config: Config) -> None:
+    """Refuse a configuration without data, which a run or a plan can do nothing with. Raises NoSources."""
+    if not config.data.sources:
+        raise NoSources(
+            [
+                "data.sources: expected at least one source, got none; name a file, a folder or a dataset, such as "
+                "--set 'data.sources=[{path: chats.jsonl}]'"
+            ]
+        )
+
+
 def dump_config(config: Config) -> str:
     """Write the complete, resolved configuration as YAML; load_config reads it back to an equal Config."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -92,19 +109,25 @@ def _line(item: Any) -> str:
 
 
 def _hint(location: Sequence[int | str]) -> str:
-    """Name the nearest right key: in the same section first, then anywhere."""
-    wrong = str(location[-1])
-    paths = {path.rsplit(".", 1)[-1]: path for path in _paths(Config)}
-    section = ".".join(str(part) for part in location[:-1] if not isinstance(part, int))
-    near = difflib.get_close_matches(wrong, [key for key, path in paths.items() if path.startswith(section)], n=1)
-    near = near or difflib.get_close_matches(wrong, list(paths), n=1)
-    return f"; did you mean {paths[near[0]]}?" if near else ""
+    """Name the nearest right key: in the same section first, then anywhere, there the nearest as a whole path."""
+    *section, wrong = (str(part) for part in location)
+    named = [part for part in section if not part.isdigit()]  # data.sources.0 is a section like data.sources
+    paths = _paths(Config)
+    siblings = [path[-1] for path in paths if path[:-1] == named]
+    if near := difflib.get_close_matches(wrong, siblings, n=1):
+        return f"; did you mean {'.'.join([*section, near[0]])}?"
+    near = difflib.get_close_matches(wrong, [path[-1] for path in paths], n=1)
+    whole = [".".join(path) for path in paths if path[-1:] == near]
+    near = difflib.get_close_matches(".".join([*named, wrong]), whole, n=1, cutoff=0)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
-def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    found: list[str] = []
+def _paths(model: type[BaseModel], prefix: Sequence[str] = ()) -> list[list[str]]:
+    """Every key as its path of names; those of a list's entries too, without their number."""
+    found: list[list[str]] = []
     for name, field in model.model_fields.items():
-        found.append(f"{prefix}{name}")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += _paths(field.annotation, f"{prefix}{name}.")
+        found.append([*prefix, name])
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found += _paths(part, [*prefix, name])
     return found

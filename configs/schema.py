@@ -27,6 +27,8 @@ def _anchor_number(value: Any) -> Any:
     return value
 
 
+DEFAULT_ANCHORS = 512
+
 Int = Annotated[int, Strict()]
 Bool = Annotated[bool, Strict()]
 Float = Annotated[float, BeforeValidator(_number)]
@@ -229,9 +231,9 @@ class DrafterConfig(Section):
 class AnchorsConfig(Section):
     """Which positions of a pack start a block."""
 
-    num: Annotated[int | Literal["auto"], BeforeValidator(_anchor_number)] = 512
-    """A: anchors drawn per pack and step. auto: one of `sizes`, more while the drafters wait for packs
-    (consumer/anchor_size.py)."""
+    num: Annotated[int | Literal["auto"], BeforeValidator(_anchor_number)] = DEFAULT_ANCHORS
+    """A: anchors drawn per pack and step, fewer than pack.tokens; left out, as many as a pack of under 513 tokens can
+    hold. auto: one of `sizes`, more while the drafters wait for packs (consumer/anchor_size.py)."""
     sizes: tuple[Int, ...] = Field((512, 768, 1024, 1536), min_length=2, max_length=4)
     """With num: auto, what it chooses from, ascending; a run begins with the first. Each is a CUDA graph of its own."""
     review_steps: Int = Field(50, ge=1)
@@ -377,6 +379,16 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lower_default(cls, raw: Any) -> Any:
+        """Give a small pack as many anchors as it can hold where their number is left out."""
+        pack, anchors = (raw.get(name) or {} if isinstance(raw, dict) else None for name in ("pack", "anchors"))
+        tokens = pack.get("tokens") if isinstance(pack, dict) else None
+        if isinstance(tokens, int) and 1 < tokens <= DEFAULT_ANCHORS and isinstance(anchors, dict):
+            return {**raw, "anchors": {"num": tokens - 1, **anchors}}
+        return raw
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
         """Refuse combinations that no target could make possible."""
@@ -412,7 +424,12 @@ class Config(Section):
             raise ValueError(
                 f"ring.min_ready: expected at most ring.num_slots ({self.ring.num_slots}), got {self.ring.min_ready}"
             )
-        sizes, most = list(self.anchors.sizes), self.pack.tokens - 1
+        sizes, most = list(self.anchors.sizes), self.pack.tokens - 1  # an anchor needs a token after it
+        if self.anchors.num != "auto" and self.anchors.num > most:
+            raise ValueError(
+                f"anchors.num: expected at most {most} (pack.tokens {self.pack.tokens} hold no more anchors), "
+                f"got {self.anchors.num}; lower it, or raise pack.tokens"
+            )
         ascending = sorted(set(sizes)) == sizes
         if self.anchors.num == "auto" and not (ascending and sizes[0] > 0 and sizes[-1] <= most):
             raise ValueError(

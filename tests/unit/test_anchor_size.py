@@ -157,6 +157,7 @@ def test_more_anchors_contain_the_fewer_ones_of_the_same_seed() -> None:
     [
         (["anchors.num=many"], "anchors.num: expected a whole number from 1 on, or auto, got 'many'"),
         (["anchors.num=0"], "anchors.num: expected a whole number from 1 on, or auto, got 0"),
+        (["anchors.num=1024", "pack.tokens=1024"], "anchors.num: expected at most 1023 (pack.tokens 1024 hold no more"),
         (["anchors.num=auto", "pack.tokens=1024"], "ascending numbers from 1 to 1023 (pack.tokens 1024 hold no more"),
         (["anchors.num=auto", "anchors.sizes=[64, 32]"], "got [64, 32]; set anchors.sizes, or anchors.num to a number"),
         (["anchors.num=auto", "anchors.sizes=[64, 64]"], "ascending numbers"),
@@ -170,8 +171,10 @@ def test_what_cannot_be_is_refused_in_one_line(settings: list[str], words: str) 
     assert words in line
 
 
-def test_sizes_that_are_not_used_refuse_nothing() -> None:
-    assert config_from({"pack": {"tokens": 128}}).anchors.choices == (512,)
+def test_sizes_that_are_not_used_refuse_nothing_and_a_small_pack_lowers_the_default() -> None:
+    assert config_from({"pack": {"tokens": 128}}).anchors.choices == (127,)
+    assert config_from({"pack": {"tokens": 513}}).anchors.choices == (512,)
+    assert config_from({"pack": {"tokens": 128}, "anchors": {"num": 9}}).anchors.choices == (9,)
 
 
 def test_memory_is_estimated_for_the_largest_and_plan_names_all() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import ConfigError, config_from, dump_config, load_config
+from configs.load import ConfigError, NoSources, config_from, dump_config, load_config, require_sources
 from configs.schema import Config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,6 +30,31 @@ def test_key_one_level_too_high_is_found_in_its_section() -> None:
     (line,) = problems_of({"block_size": 8})
     assert "unknown key" in line
     assert "drafter.block_size" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("target.device=cpu", "target.devices"),
+        ("training.device=cpu", "training.devices"),
+        ("checkpoint.every_step=5", "checkpoint.every_steps"),
+        ("evaluation.every_step=5", "evaluation.every_steps"),
+        ("data.regenerate.batchsize=3", "data.regenerate.batch_size"),
+        ("data.sources=[{path: a.jsonl, wight: 2}]", "data.sources.0.weight"),
+        ("optimizer.block_size=8", "drafter.block_size"),
+    ],
+)
+def test_the_nearest_right_name_is_looked_for_in_the_same_section_first(override: str, nearest: str) -> None:
+    (line,) = problems_of({}, override)
+    assert line.endswith(f"unknown key; did you mean {nearest}?")
+
+
+def test_a_run_needs_a_source_and_a_configuration_alone_does_not() -> None:
+    config = config_from({})
+    with pytest.raises(NoSources, match=r"data\.sources: expected at least one source, got none") as caught:
+        require_sources(config)
+    assert caught.value.exit_code == 3
+    require_sources(config_from({}, ["data.sources=[{path: a.jsonl}]"]))
 
 
 def test_a_boolean_is_not_a_number() -> None:
