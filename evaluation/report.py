@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -15,7 +16,7 @@ def table(result: dict[str, Any]) -> Table:
     title = f"{result['drafter']} for {Path(result['target']).name}, B {result['block_size']}, {result['device']}"
     if result["temperature"]:
         title += f", temperature {result['temperature']:g}"
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=Text(title, "table.title"), title_justify="left")
     for column in ("prompts", "method", "accepted length", "tokens/pass", "tokens/s", "speedup", "same text"):
         drawn.add_column(column, justify="left" if column in ("prompts", "method") else "right", no_wrap=True)
     for name, found in result["sets"].items():
@@ -37,15 +38,16 @@ def table(result: dict[str, Any]) -> Table:
 def write(result: dict[str, Any], folder: Path, console: Console) -> None:
     """Print the table; write eval.json and, where matplotlib is installed, acceptance.png into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    console.print(table(result))
+    console.print(table(result), markup=False)  # names and paths may hold [brackets]
     (folder / "eval.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    console.print(f"{folder / 'eval.json'}", soft_wrap=True)
+    console.print(f"{folder / 'eval.json'}", soft_wrap=True, markup=False)
     try:
         draw(result, folder / "acceptance.png")
     except ImportError:
-        console.print('no picture: matplotlib is not installed (pip install -e ".[extras]")')
+        missing = 'no picture: matplotlib is not installed (pip install -e ".[extras]")'
+        console.print(missing, soft_wrap=True, markup=False)
     else:
-        console.print(f"{folder / 'acceptance.png'}", soft_wrap=True)
+        console.print(f"{folder / 'acceptance.png'}", soft_wrap=True, markup=False)
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

@@ -50,5 +50,13 @@ def test_without_matplotlib_the_rest_is_still_there(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     shown = io.StringIO()
     write(result(), tmp_path, Console(file=shown, width=120))
-    assert "no picture" in shown.getvalue()
+    assert 'no picture: matplotlib is not installed (pip install -e ".[extras]")\n' in shown.getvalue()
     assert (tmp_path / "eval.json").is_file()
+
+
+def test_brackets_in_names_and_paths_are_shown(tmp_path: Path) -> None:
+    shown, found = io.StringIO(), result() | {"drafter": "mine[b]"}
+    found["sets"] = {"code[red].jsonl": found["sets"]["folder/code.jsonl"]}
+    write(found, tmp_path / "[out]", Console(file=shown, width=200))
+    for words in ("mine[b] for tiny", "code[red] (4)", "/[out]/eval.json"):
+        assert words in shown.getvalue()
