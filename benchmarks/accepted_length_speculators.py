@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumer.drafter import Drafter, DrafterShape
-from consumer.export.facts import tensor_shapes
+from configs.drafter_shape import DrafterShape, tensor_shapes
+from consumer.drafter import Drafter
 from consumer.staging import PackTensors
 
 

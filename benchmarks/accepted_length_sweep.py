@@ -17,11 +17,11 @@ import torch
 
 from benchmarks import accepted_length_speculators as speculators
 from benchmarks.accepted_length_measure import Reader, Text, measure
+from configs.drafter_shape import DrafterShape, drafter_shape
 from configs.schema import Config
 from consumer.capture import prepare
-from consumer.drafter import Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import init_from_target, load_frozen_head
-from consumer.setup import drafter_shape
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
 from evaluation.prompts import prompt_ids

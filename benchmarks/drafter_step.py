@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.drafter_step_profile import breakdown
+from configs.drafter_shape import SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
-from consumer.drafter import SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors

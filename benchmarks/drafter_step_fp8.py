@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.drafter_shape import SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
-from consumer.drafter import SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.staging import PackTensors
 from consumer.step import TrainStep

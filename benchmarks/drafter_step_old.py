@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from consumer.anchors import Anchors
 from consumer.attention import flex_rows
 from consumer.block_mask import intervals
-from consumer.drafter import FULL, SLIDING, Attend, DrafterShape
+from consumer.drafter import Attend
 from consumer.step import TrainStep
 
 READS = 8

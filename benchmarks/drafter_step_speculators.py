@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.drafter_step import BLOCK, DEVICE, DOCUMENT, TAPS, Size, memory, timed
-from consumer.drafter import DrafterShape
+from configs.drafter_shape import DrafterShape
 
 
 def speculators(size: Size, shape: DrafterShape, attention: str = "simple_flex_attention") -> dict[str, Any]:

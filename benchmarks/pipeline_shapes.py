@@ -16,12 +16,12 @@ import torch
 import transformers
 from torch import nn
 
+from configs.drafter_shape import drafter_shape
 from configs.load import config_from
 from configs.run_files import plan_path
 from configs.schema import Config
 from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
-from consumer.setup import drafter_shape
 from ops.run_folder import write_config
 from producer.corpus.schedule import Schedule
 from producer.prepare import slot_spec

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from configs.drafter_shape import DrafterShape
 from consumer.anchors import Anchors
 from consumer.block_mask import Intervals, closed_form_tables, dense_mask, intervals
-from consumer.drafter import Attend, DrafterShape
+from consumer.drafter import Attend
 
 FlexRows = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
 

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from configs.drafter_shape import DrafterShape
 from consumer.anchors import Anchors
 from consumer.block_mask import Intervals, intervals
-from consumer.drafter import Attend, DrafterShape
+from consumer.drafter import Attend
 
 _NOTHING = tl.constexpr(-1.0e30)
 _FAR = tl.constexpr(2147483647)

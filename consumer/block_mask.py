@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from configs.drafter_shape import DrafterShape
 from consumer.anchors import Anchors
-from consumer.drafter import DrafterShape
 
 
 def dense_mask(anchors: Anchors, doc_start_T: Tensor, shape: DrafterShape, layer_type: str) -> Tensor:

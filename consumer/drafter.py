@@ -17,88 +17,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from configs.drafter_shape import DrafterShape
 from consumer.linear import ContextProjection, Projection
 
-SLIDING = "sliding_attention"
-FULL = "full_attention"
 Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 """(q [Q, heads, D], k and v [T + Q, kv heads, D] with the context first, layer type) -> [Q, heads*D]."""
-
-
-@dataclass(frozen=True)
-class DrafterShape:
-    """Everything that fixes the drafter's tensors and its arithmetic; refuses impossible values when built."""
-
-    hidden: int
-    intermediate: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_taps: int
-    block_size: int
-    layer_types: tuple[str, ...]
-    sliding_window: int
-    sliding_causal: bool
-    rms_eps: float
-    rope_theta: float
-    mask_token_id: int
-    vocab_size: int
-    draft_vocab_size: int | None = None
-    attention_bias: bool = False
-
-    def __post_init__(self) -> None:
-        _refuse(self.attention_bias, "attention_bias: the drafter has none, got true")
-        _refuse(self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads, {self.num_kv_heads} kv heads")
-        _refuse(self.head_dim % 2 != 0, f"head_dim must be even for the rotation, got {self.head_dim}")
-        _refuse(self.block_size < 2, f"block_size must be at least 2, got {self.block_size}")
-        _refuse(
-            len(self.layer_types) != self.num_layers,
-            f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers",
-        )
-        for kind in self.layer_types:
-            _refuse(kind not in (SLIDING, FULL), f"unknown layer type {kind!r}")
-        _refuse(
-            SLIDING in self.layer_types and self.sliding_window < self.block_size,
-            f"sliding_window must be at least the block size {self.block_size}, got {self.sliding_window}",
-        )
-        _refuse(
-            not 0 <= self.mask_token_id < self.vocab_size,
-            f"mask_token_id {self.mask_token_id} is no row of the embedding ({self.vocab_size} rows)",
-        )
-        _refuse(self.rope_theta <= 0, f"rope_theta must be positive, got {self.rope_theta}")
-
-    def window_of(self, layer_type: str) -> int | None:
-        """Return the window of a kind of layer; None where it sees the whole document before the anchor."""
-        return self.sliding_window if layer_type == SLIDING else None
-
-    def causal_of(self, layer_type: str) -> bool:
-        """Tell whether a kind of layer is causal inside the block; full layers never are."""
-        return self.sliding_causal and layer_type == SLIDING
-
-    @property
-    def num_parameters(self) -> int:
-        """Trained parameters."""
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden * (2 * heads + 2 * kv + 3 * self.intermediate) + 2 * self.hidden + 2 * self.head_dim
-        return self.num_layers * layer + self.num_taps * self.hidden**2 + 2 * self.hidden
-
-
-def _refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise ValueError(f"drafter shape: {message}")
-
-
-def layer_types_of(layout: str, num_layers: int) -> tuple[str, ...]:
-    """Spell a layout out: "sliding" all sliding, "full" all full, "mixed" all sliding but the last."""
-    kinds = {
-        "sliding": [SLIDING] * num_layers,
-        "full": [FULL] * num_layers,
-        "mixed": [SLIDING] * (num_layers - 1) + [FULL],
-    }
-    if layout not in kinds:
-        raise ValueError(f"drafter layout: expected sliding, mixed or full, got {layout!r}")
-    return tuple(kinds[layout])
 
 
 class Rotation(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from configs.drafter_shape import shape_as_dict
 from configs.resume import digest_of
 from configs.run_files import read_plan, read_trained, write_atomically
 from configs.schema import Config
@@ -38,7 +39,7 @@ from consumer.meter import Meter
 from consumer.resume import find_saved, identity_of
 from consumer.saver import Handed, Saver
 from consumer.selfcheck import bytes_of_check, facts_of_check, note_passed, self_check, was_passed
-from consumer.setup import check_memory, make_drafter, make_head, shape_as_dict, step_dtype
+from consumer.setup import check_memory, make_drafter, make_head, step_dtype
 from consumer.staging import Staging, allocate_pack, check_pack, empty_pack
 from consumer.start_clock import StartClock
 from consumer.step import TrainStep

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from configs.drafter_shape import drafter_shape, shape_as_dict
 from configs.load import ConfigError
 from configs.resume import conflicts, handover_fault
 from configs.schema import Config
 from consumer.checkpoint import Checkpoint, newest_checkpoint
 from consumer.saver import Handed, read_handed
-from consumer.setup import drafter_shape, shape_as_dict
 from ops.telemetry import Log
 from shm_ring.handover import Handover
 

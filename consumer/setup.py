@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from configs.drafter_shape import drafter_shape
 from configs.load import ConfigError
 from configs.run_files import RANDOM_WEIGHTS
-from configs.schema import Config, DrafterConfig
+from configs.schema import Config
 from consumer import float8
-from consumer.drafter import Drafter, DrafterShape, layer_types_of
+from consumer.drafter import Drafter
 from consumer.export.facts import ExportError
 from consumer.export.initial import init_from_export
 from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head, random_head
 from consumer.memory import estimate_of, require
 from ops.telemetry import Log
-
-
-def drafter_shape(config: DrafterConfig, target: dict[str, Any], draft_vocab: list[int] | None) -> DrafterShape:
-    """Work out the drafter's shape; what the configuration leaves open is the target's. Raises ValueError."""
-    return DrafterShape(
-        hidden=target["hidden"],
-        intermediate=config.intermediate_size or target["intermediate"],
-        num_layers=config.num_layers,
-        num_heads=config.num_attention_heads or target["num_heads"],
-        num_kv_heads=config.num_key_value_heads or target["num_kv_heads"],
-        head_dim=config.head_dim or target["head_dim"],
-        num_taps=len(target["target_layer_ids"]),
-        block_size=config.block_size,
-        layer_types=config.layer_types or layer_types_of(config.layout, config.num_layers),
-        sliding_window=config.sliding_window,
-        sliding_causal=config.sliding_causal,
-        rms_eps=target["rms_eps"],
-        rope_theta=target["rope_theta"],
-        mask_token_id=target["mask_token_id"],
-        vocab_size=target["vocab_size"],
-        draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
-    )
-
-
-def shape_as_dict(shape: DrafterShape) -> dict[str, Any]:
-    """The shape as plain JSON data, for a checkpoint."""
-    return {**asdict(shape), "layer_types": list(shape.layer_types)}
-
-
-def shape_from_dict(plain: dict[str, Any]) -> DrafterShape:
-    """Undo shape_as_dict. Raises ValueError for an impossible shape."""
-    return DrafterShape(**{**plain, "layer_types": tuple(plain["layer_types"])})
 
 
 def step_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -16,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from configs.drafter_shape import DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.anchors import Anchors, lay_out_blocks, positions_in_document, random_keys, select_anchors
 from consumer.attention import dense_attention, document_attention
-from consumer.drafter import Attend, Drafter, DrafterShape
+from consumer.drafter import Attend, Drafter
 from consumer.flat import FlatWeights
 from consumer.frozen_head import FrozenHead
 from consumer.host_copy import copy_all

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from configs.drafter_shape import drafter_shape
 from configs.facts import Facts
 from configs.schema import Config
 from consumer.memory import estimate_of
-from consumer.setup import drafter_shape
 from producer import packed_recurrent
 from producer.packed import KINDS, LINEAR, CannotPack
 from producer.prepare import slot_spec

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from configs.drafter_shape import shape_from_dict
 from configs.load import load_config
 from configs.run_files import read_plan, write_atomically
 from configs.schema import Config
 from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint
 from consumer.drafter import Drafter
-from consumer.setup import make_head, shape_from_dict
+from consumer.setup import make_head
 from evaluation.decode import Decoded, decode
 from evaluation.proposers import BigramProposer, DrafterProposer, Proposer, count_successors
 from evaluation.verifier import Verifier

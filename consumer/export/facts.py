@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from consumer.drafter import FULL, SLIDING, DrafterShape
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 
 NO_DIGEST = ""
 
@@ -84,25 +84,3 @@ class DrafterFacts:
     def is_mixed(self) -> bool:
         """Whether full and sliding layers occur together."""
         return {FULL, SLIDING} <= set(self.shape.layer_types)
-
-
-def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint by its public name (11 a layer, and 3), the same in both formats."""
-    hidden, middle, size = shape.hidden, shape.intermediate, shape.head_dim
-    q_width, kv_width = shape.num_heads * size, shape.num_kv_heads * size
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q_width, hidden),
-        "self_attn.k_proj": (kv_width, hidden),
-        "self_attn.v_proj": (kv_width, hidden),
-        "self_attn.o_proj": (hidden, q_width),
-        "self_attn.q_norm": (size,),
-        "self_attn.k_norm": (size,),
-        "mlp.gate_proj": (middle, hidden),
-        "mlp.up_proj": (middle, hidden),
-        "mlp.down_proj": (hidden, middle),
-    }
-    names = {f"layers.{i}.{name}.weight": size for i in range(shape.num_layers) for name, size in layer.items()}
-    whole = {"fc.weight": (hidden, shape.num_taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    return names | whole

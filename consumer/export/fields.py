@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from consumer.drafter import SLIDING
+from configs.drafter_shape import SLIDING
 from consumer.export.facts import DrafterFacts, ExportError, TargetIdentity
 
 QWEN3_DEFAULTS: dict[str, Any] = {

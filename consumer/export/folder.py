@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from configs.drafter_shape import tensor_shapes
 from consumer.drafter import Drafter
 from consumer.export import speculators, zlab
-from consumer.export.facts import DrafterFacts, ExportError, tensor_shapes
+from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.identity import read_json
 
 FORMATS = ("zlab", "speculators")
@@ -79,6 +80,7 @@ def write_export(
         save_file(stored | extra, temporary / WEIGHTS, metadata={"format": "pt"})
         for file, text in ({"config.json": json.dumps(config, indent=2) + "\n"} | texts).items():
             (temporary / file).write_text(text, encoding="utf-8")
+        shutil.copymode(temporary / "config.json", temporary / WEIGHTS)  # safetensors lets none but the owner read it
         if out.exists():
             out.rmdir()
         temporary.rename(out)

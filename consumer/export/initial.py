@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from consumer.drafter import SLIDING, Drafter, DrafterShape
-from consumer.export.facts import ExportError, tensor_shapes
+from configs.drafter_shape import SLIDING, DrafterShape, tensor_shapes
+from consumer.drafter import Drafter
+from consumer.export.facts import ExportError
 from consumer.export.folder import read_export
 
 

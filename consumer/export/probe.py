@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from configs.drafter_shape import SLIDING, DrafterShape
 from consumer.anchors import Anchors
 from consumer.attention import dense_attention
-from consumer.drafter import SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 
 NUM_HEAD_ROWS = 16
 MAX_CONTEXT = 4096

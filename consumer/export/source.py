@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from configs.drafter_shape import shape_from_dict
 from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint
 from consumer.drafter import Drafter
 from consumer.export import speculators
@@ -17,7 +18,6 @@ from consumer.export.identity import identify, stored_dtype
 from consumer.export.probe import as_json, probe_input, training_logits
 from consumer.export.readme import MIXED_WARNING, readme
 from consumer.frozen_head import FrozenHead, load_frozen_head
-from consumer.setup import shape_from_dict
 
 
 def find_checkpoint(path: Path) -> Checkpoint:

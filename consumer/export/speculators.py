@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumer.drafter import SLIDING
+from configs.drafter_shape import SLIDING
 from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.fields import identity_of, take, transformer_fields
 from consumer.export.zlab import from_config as from_zlab

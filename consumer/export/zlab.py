@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from consumer.drafter import FULL, SLIDING, DrafterShape
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.fields import QWEN3_DEFAULTS, identity_of, rope_theta_of, take, transformer_fields
 

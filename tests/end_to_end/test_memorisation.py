@@ -16,11 +16,11 @@ import pytest
 import torch
 import transformers
 
+from configs.drafter_shape import drafter_shape
 from configs.load import load_config
 from configs.schema import Config
 from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead, init_from_target, load_frozen_head
-from consumer.setup import drafter_shape
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
 from evaluation.decode import decode

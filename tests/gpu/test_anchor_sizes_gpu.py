@@ -7,9 +7,10 @@ import gc
 import pytest
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import each_size, prepare
-from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.selfcheck import make_up, self_check
 from consumer.staging import PackTensors

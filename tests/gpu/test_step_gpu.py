@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer import drafter as drafter_module
 from consumer import float8
@@ -16,7 +17,7 @@ from consumer.anchors import Anchors, random_keys, select_anchors
 from consumer.attention import block_mask_of, dense_attention, flex_attention_of, flex_rows
 from consumer.block_mask import closed_form_tables, dense_mask, intervals
 from consumer.capture import captured, prepare
-from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.optimizer import AdamW, AdamWRule
 from consumer.selfcheck import self_check

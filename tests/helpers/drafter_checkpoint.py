@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from configs.drafter_shape import drafter_shape, shape_as_dict
 from configs.schema import Config
 from consumer.checkpoint import Contents, save_checkpoint
 from consumer.drafter import Drafter
 from consumer.frozen_head import init_from_target
-from consumer.setup import drafter_shape, shape_as_dict
 from producer.target import describe_target
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from consumer.drafter import DrafterShape, layer_types_of
+from configs.drafter_shape import DrafterShape, layer_types_of
 from consumer.export.facts import DrafterFacts, TargetIdentity
 
 

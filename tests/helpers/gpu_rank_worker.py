@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import prepare
 from consumer.distributed import Place, Ranks
-from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.staging import PackTensors
 from consumer.step import TrainStep

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from configs.drafter_shape import drafter_shape, shape_as_dict
 from configs.schema import Config
 from consumer.checkpoint import Contents, save_checkpoint
 from consumer.drafter import Drafter
 from consumer.frozen_head import init_from_target, load_frozen_head
-from consumer.setup import drafter_shape, shape_as_dict
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
 from evaluation.prompts import prompt_ids

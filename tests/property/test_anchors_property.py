@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from consumer.anchors import lay_out_blocks, random_keys, select_anchors
 from consumer.block_mask import closed_form_tables, dense_mask, intervals
-from consumer.drafter import FULL, SLIDING, DrafterShape
 
 
 @st.composite

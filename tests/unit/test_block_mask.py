@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from consumer.anchors import Anchors
 from consumer.attention import block_mask_of
 from consumer.block_mask import closed_form_tables, dense_mask, intervals
-from consumer.drafter import FULL, SLIDING, DrafterShape
 
 
 def shape_of(block_size: int = 4, window: int = 8, causal: bool = True) -> DrafterShape:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape, layer_types_of
 from consumer.anchors import Anchors, lay_out_blocks, positions_in_document
 from consumer.attention import dense_attention, document_attention, flex_attention_of
-from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape, layer_types_of
+from consumer.drafter import Drafter
 
 MASK, EPS, THETA = 3, 1e-6, 500.0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ import transformers
 from safetensors import safe_open
 
 import launch
+from configs.drafter_shape import tensor_shapes
 from configs.load import ConfigError
 from configs.schema import Config, TargetConfig
 from consumer.checkpoint import read_checkpoint
 from consumer.drafter import rotation
 from consumer.export import speculators, zlab
-from consumer.export.facts import ExportError, tensor_shapes
+from consumer.export.facts import ExportError
 from consumer.export.folder import read_export, write_export
 from consumer.export.identity import identify
 from consumer.export.probe import probe_input, training_logits
@@ -276,6 +279,19 @@ def test_the_command_refuses_in_one_line(
         assert len(err.splitlines()) == 1
     assert launch.main(["export", str(checkpoints["full"]), "--out", str(tmp_path / "good")]) == 0
     assert "num_speculative_tokens = 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_weights_are_as_readable_as_the_other_files(tmp_path: Path, umask: int) -> None:
+    facts = facts_named("full")
+    weights = {name: torch.zeros(shape) for name, shape in tensor_shapes(facts.shape).items()}
+    before = os.umask(umask)
+    try:
+        folder = write_export(tmp_path / "out", "zlab", facts, weights, {}, {"README.md": "text"})
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors", "README.md"), 0o666 & ~umask)
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:

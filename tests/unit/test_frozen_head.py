@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from consumer.drafter import FULL, Drafter, DrafterShape
+from configs.drafter_shape import FULL, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import CheckpointTensors, FrozenHead, HeadError, init_from_target, load_frozen_head
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from consumer.drafter import FULL, Drafter, DrafterShape
+from configs.drafter_shape import FULL, DrafterShape
+from consumer.drafter import Drafter
 from consumer.flat import FlatWeights
 from consumer.optimizer import AdamW, AdamWRule, Control, Muon, orthogonal, set_clip
 from consumer.schedule import Schedule

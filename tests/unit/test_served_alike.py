@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from configs.drafter_shape import drafter_shape, shape_as_dict
 from configs.schema import DrafterConfig, TargetConfig
 from consumer.drafter import Drafter, rotation
-from consumer.setup import drafter_shape, shape_as_dict
 from evaluation.decode import decode
 from evaluation.verifier import Verifier
 from producer.target import TargetError, choose_mask_token, describe_target, rope_theta_of

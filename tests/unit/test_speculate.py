@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from configs.drafter_shape import DrafterShape
 from configs.schema import TargetConfig
-from consumer.drafter import DrafterShape
 from evaluation.acceptance import leading_run, walk
 from evaluation.decode import decode
 from evaluation.drafter_session import DrafterSession

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from configs.drafter_shape import FULL, SLIDING, DrafterShape
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.attention import dense_attention
-from consumer.drafter import FULL, SLIDING, Drafter, DrafterShape
+from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors

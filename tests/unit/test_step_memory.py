@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from configs.drafter_shape import drafter_shape
 from configs.schema import Config
 from consumer.memory import TooLarge, estimate, estimate_of, require
-from consumer.setup import drafter_shape
 
 SHAPE_27B = {
     "parameters": 1782641920, "hidden": 5120, "intermediate": 17408, "num_layers": 5, "heads_width": 5120,
