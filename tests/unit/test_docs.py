@@ -88,14 +88,21 @@ def test_every_setting_that_a_page_makes_exists() -> None:
         config_from({}, [setting])
 
 
+def headings_of(page: Path) -> set[str]:
+    """What links call the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    lost = [
-        link
-        for link in links
-        if "://" not in link and not link.startswith("#") and not (page.parent / link.split("#")[0]).exists()
-    ]
+    lost = []
+    for link in links:
+        name, _, heading = link.partition("#")
+        file = page.parent / name if name else page
+        if "://" not in link and not (file.exists() and (not heading or heading in headings_of(file))):
+            lost.append(link)
     assert lost == []
 
 
