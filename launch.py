@@ -2,12 +2,14 @@
 
 Each subcommand is a few lines that call ops/, imported there so that `doctor` runs where something is missing. Nothing
 here or there imports torch. Every error that a user can cause carries its exit code and is printed as its lines.
-Exit codes: 0 done, 2 configuration, 3 data, 4 a peer died, 5 resources, 130 interrupted.
+Exit codes: 0 done, 2 configuration (also options, and a run that is not there or not running), 3 data,
+4 a process died, 5 resources (devices, memory, disk, packages, checkpoints), 130 interrupted (docs/operations.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,8 +26,14 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
     """Run the command line and return the exit code; one line on stderr for everything a user can cause."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] not in COMMANDS and words[0] not in ("-h", "--help"):
+        if mistyped := _mistyped(words[0]):
+            print(mistyped, file=sys.stderr)
+            return 2
         words.insert(0, "run")
-    options = _parser().parse_args(words)
+    parser, parsers = _parser()
+    options, unknown = parser.parse_known_args(_one_value_each(words))
+    if unknown:
+        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     options.modules = modules
     try:
         return COMMANDS[options.command][0](options)
@@ -40,6 +48,32 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
             raise
         print(str(error), file=sys.stderr)
         return int(code)
+
+
+def _mistyped(word: str) -> str:
+    """What to say of a first word that can be neither a command nor a configuration; empty if it can."""
+    if word.startswith("-") or word.endswith((".yaml", ".yml")) or Path(word).is_file():
+        return ""
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    advice = f"did you mean '{near[0]}'?" if near else "'python launch.py --help' lists the commands"
+    return f"{word}: neither a command nor a configuration file; {advice}"
+
+
+def _one_value_each(words: Sequence[str]) -> list[str]:
+    """Give every value of `--set a=1 b=2` a --set of its own; a word without `=` is none of them, but the run."""
+    found: list[str] = []
+    in_set = is_first = False
+    for word in words:
+        if word == "--set":
+            in_set = is_first = True
+            found.append(word)
+        elif in_set and (is_first or ("=" in word and not word.startswith("-"))):
+            found += [word] if is_first else ["--set", word]
+            is_first = False
+        else:
+            in_set = word.startswith("--set=")
+            found.append(word)
+    return found
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -126,8 +160,11 @@ def _set(options: argparse.Namespace) -> int:
 
 
 def _telemetry(options: argparse.Namespace) -> int:
+    from configs.load import ConfigError
     from ops.exporters import Exporter, Prometheus, TensorBoard, WeightsAndBiases, export
 
+    if not options.tensorboard and not options.wandb and options.prometheus is None:
+        raise ConfigError(["telemetry: expected --tensorboard, --wandb PROJECT or --prometheus PORT, got none of them"])
     run_dir = _found(options)
     exporters: list[Exporter] = [TensorBoard(run_dir)] if options.tensorboard else []
     if options.wandb:
@@ -208,17 +245,28 @@ def _found(options: argparse.Namespace) -> Path:
     return find_run(options.run, Path(options.folder))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python launch.py", description=__doc__, allow_abbrev=False)
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command."""
+    parser = argparse.ArgumentParser(
+        prog="python launch.py", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = {}
     for name, (_, text, add) in COMMANDS.items():
-        add(subparsers.add_parser(name, help=text, description=text, allow_abbrev=False))
-    return parser
+        add(one := subparsers.add_parser(name, help=text, description=text, allow_abbrev=False))
+        parsers[name] = one
+    return parser, parsers
+
+
+def _settings(parser: argparse.ArgumentParser, what: str = "override settings") -> None:
+    """`--set`, taken apart by _one_value_each before."""
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value ...", help=what)
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, see configs/")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    _settings(parser)
     parser.add_argument("--name", help="name of the run (run.name)")
     parser.add_argument("--detach", action="store_true", help="run in the background")
     parser.add_argument("--nnodes", type=int, metavar="N", help="number of hosts; the same command on each")
@@ -228,7 +276,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 def _prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, see configs/")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    _settings(parser)
     parser.add_argument("--name", help="name of the run (run.name)")
     parser.add_argument("--regenerate", action="store_true", help="let the target rewrite the answers")
 
@@ -258,7 +306,7 @@ def _summary_options(parser: argparse.ArgumentParser) -> None:
 def _restart_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", help="drafter, target or target:K")
     _of_run(parser)
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="change a setting")
+    _settings(parser, "change settings")
 
 
 def _set_options(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +324,7 @@ def _telemetry_options(parser: argparse.ArgumentParser) -> None:
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, see configs/")
     parser.add_argument("--calibrate", action="store_true", help="load both sides, measure 20 s, propose N:M")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    _settings(parser)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:

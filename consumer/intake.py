@@ -1,7 +1,7 @@
-"""What this rank has to offer: takes slots, drops packs that came twice, and says when it starves.
+"""What this rank has to offer: takes slots, and drops packs that came twice.
 
 A wait never lasts longer than SLICE_S, however long the ring stays empty: the ranks meet in between, so that none of
-them waits for another without an end, and a stop reaches all.
+them waits for another without an end, and a stop reaches all. The ring reports the slices as one wait.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import time
 from consumer.distributed import AT_END, NOTHING_YET, Offer
 from consumer.journal import Journal
 from ops.control import Control
-from ops.telemetry import Log, Phases
+from ops.telemetry import Phases
 from shm_ring import Reader, ReadSlot
 from shm_ring.errors import RingStopped, RingTimeout
 
 SLICE_S = 2.0
-STARVED_REPORT_S = 30.0
 
 
 class Intake:
     """Holds at most one slot, from the moment it is taken until `release`."""
 
-    def __init__(self, reader: Reader, journal: Journal, control: Control, log: Log, phases: Phases) -> None:
+    def __init__(self, reader: Reader, journal: Journal, control: Control, phases: Phases) -> None:
         self.slot: ReadSlot | None = None
-        self._reader, self._journal, self._control, self._log = reader, journal, control, log
-        self._phases = phases
-        self._fed_at = time.monotonic()
+        self._reader, self._journal, self._control, self._phases = reader, journal, control, phases
+        self._waited_s = 0.0
 
     def offer(self, elapsed_s: float) -> Offer:
         """Take a slot if none is held, waiting up to SLICE_S, and say what there is and what was asked meanwhile."""
@@ -51,26 +49,21 @@ class Intake:
         if self.slot is not None and self.slot.header.pack_id in self._journal:  # trained by another rank meanwhile
             self.release()
         while self.slot is None:
+            began = time.monotonic()
             try:
-                slot = self._reader.take(timeout_s=SLICE_S, stop=lambda: self._control.stopping)
+                slot = self._reader.take(SLICE_S, lambda: self._control.stopping, self._waited_s)
             except RingStopped:
                 if not self._control.stopping:  # else this process was asked to, and knows why
                     self._control.stop("ring stopped")
                 return NOTHING_YET
-            except RingTimeout as empty:
-                self._report(str(empty))
+            except RingTimeout:
+                self._waited_s += time.monotonic() - began
                 return NOTHING_YET
+            self._waited_s = 0.0
             if slot is None:
                 return AT_END
             if slot.header.pack_id in self._journal:  # extracted twice, or held over a crash and already trained
                 self._reader.release(slot)
                 continue
             self.slot = slot
-            self._fed_at = time.monotonic()
         return self.slot.header.pack_id
-
-    def _report(self, detail: str) -> None:
-        starved_s = time.monotonic() - self._fed_at
-        if starved_s >= STARVED_REPORT_S:
-            self._log("starved", detail=detail)
-            self._fed_at = time.monotonic()

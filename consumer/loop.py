@@ -78,7 +78,7 @@ def run(
         reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
         clock.ends("rings")
         meter = Meter(stack.enter_context(Metrics(run_dir, "drafter", ranks.rank)), control, rings, device, ranks)
-        intake = Intake(reader, trainer.journal, control, log, meter.phases)
+        intake = Intake(reader, trainer.journal, control, meter.phases)
         staging = Staging(trainer.pack)
         control.report(state="ready", step=trainer.step.step)
         while not trainer.done:

@@ -50,6 +50,7 @@ class Child:
         self.ready_at: float | None = None
         self.was_ever_ready = False
         self.kill_at = 0.0
+        self.killed = False
         self.restart_asked = False
         self.extra_environment: dict[str, str] = {}
         """Beside the placement's, for the next life: where the ranks meet, how many targets there are."""
@@ -97,7 +98,7 @@ class Child:
         self.reply = {}
         self.exit_code = None
         self.ready_at = None
-        self.restart_asked = False
+        self.restart_asked = self.killed = False
         self.started_at = time.monotonic()
         self.state = STARTING
 
@@ -170,6 +171,7 @@ class Child:
     def kill(self) -> None:
         """End the process and its session at once; also ends a stopped (SIGSTOP) one."""
         if self._process is not None and self._process.returncode is None:
+            self.killed = True
             kill_session(self._process.pid)
 
     def log_tail(self, count: int = 20) -> list[str]:

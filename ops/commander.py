@@ -20,6 +20,7 @@ from ops.errors import OpsError, Refused
 from ops.hosts import Hosts
 from ops.messages import Request, Server, ask
 from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dir, socket_path
+from ops.rates import Rates
 from ops.supervisor import Supervisor
 from shm_ring import Ring, Snapshot
 
@@ -41,6 +42,7 @@ class Commander:
         self._began = time.time()
         self._supervisor: Supervisor | None = None
         self._rings: Sequence[Ring] = ()
+        self._rates: dict[str, Rates] = {}
         self._rings_lock = threading.Lock()
         runtime_dir(run_dir, create=True)
         self._server = Server(socket_path(run_dir, LAUNCHER), self._handle)
@@ -59,6 +61,15 @@ class Commander:
             self._supervisor = supervisor
             self._rings = rings
 
+    def _ring_values(self) -> list[dict[str, Any]]:
+        """Look into every ring, and back at what was seen of it before."""
+        found = []
+        with self._rings_lock:
+            for values in [ring_values(ring.snapshot()) for ring in self._rings]:
+                rates = self._rates.setdefault(values["name"], Rates())
+                found.append(values | rates.see(time.monotonic(), values) | {"earliest": rates.earliest})
+        return found
+
     def snapshots(self) -> list[Snapshot]:
         """Look into every ring."""
         with self._rings_lock:
@@ -67,7 +78,7 @@ class Commander:
     def status(self) -> dict[str, Any]:
         """Everything there is to say about the run."""
         supervisor = self._supervisor
-        rings = [ring_values(snapshot) for snapshot in self.snapshots()]
+        rings = self._ring_values()
         return {
             "run": self.run_dir.name,
             "run_dir": str(self.run_dir),
@@ -75,7 +86,7 @@ class Commander:
             "launcher_pid": self._pid,
             "uptime_s": round(time.time() - self._began, 1),
             "occupancy": sum(ring["occupancy"] for ring in rings),
-            "processes": supervisor.describe() if supervisor else [],
+            "processes": [each | _packs(each, rings) for each in supervisor.describe()] if supervisor else [],
             "rings": rings,
             "hosts": self._hosts.others(),
         }
@@ -125,9 +136,17 @@ class Commander:
         return {"accepted": [child.name for child in accepted], "pids": before}
 
 
+def _packs(process: dict[str, Any], rings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Packs of a target over all its lives in this launch (its `step` counts the present one): those of its ring."""
+    mine = [ring["published"] for ring in rings if ring["ring_index"] == process["rank"]]
+    return {"packs": mine[0]} if mine and process["role"] == TARGET else {}
+
+
 def for_others(status: dict[str, Any]) -> dict[str, Any]:
     """What other hosts' dashboards need of a status: no slot maps, no hosts."""
-    rings = [{key: ring[key] for key in ring if key not in ("slots", "attached")} for ring in status["rings"]]
+    rings = [
+        {key: ring[key] for key in ring if key not in ("slots", "attached", "earliest")} for ring in status["rings"]
+    ]
     return {key: value for key, value in status.items() if key != "hosts"} | {"rings": rings}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ops.child import FINISHED
 from ops.errors import NoAnswer, NotRunning, Refused
 from ops.locks import holder_pid
 from ops.messages import ask
@@ -46,7 +47,7 @@ def command(run_dir: Path, name: str, timeout_s: float = 10.0, **args: Any) -> d
 def past_state(run_dir: Path) -> str:
     """Word what became of a run that has no launcher: finished, crashed with left-overs, or ended."""
     if read_json(run_dir / "summary.json"):
-        return "finished"
+        return FINISHED
     if segments_of_run(run_dir.name):
         return "its launcher died; 'python launch.py clean' removes what it left, a new launch continues it"
     return "ended before it was finished"
@@ -64,7 +65,8 @@ def status_lines(values: dict[str, Any]) -> list[str]:
     """Word a status for people: one line for the run, one per process, one per ring."""
     lines = [f"run {values['run']}: {values['state']}, launcher pid {values['launcher_pid'] or 'none'}"]
     for process in values["processes"]:
-        step = "" if process.get("step") is None else f", step {process['step']}"
+        what = ("packs", "{} packs") if process["role"] == TARGET else ("step", "step {}")
+        step = "" if process.get(what[0]) is None else f", {what[1].format(process[what[0]])}"
         again = f", {process['restarts']} restarts" if process.get("restarts") else ""
         lines.append(f"  {process['name']}: {process['state']}, pid {process.get('pid') or 'none'}{step}{again}")
     for ring in values["rings"]:
@@ -106,7 +108,7 @@ def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float)
         if time.monotonic() - began > limit_s:
             raise NoAnswer(f"{', '.join(waiting)} not ready again within {limit_s:g} s; see {run_dir}/logs")
         if not launcher_pid(run_dir):
-            raise NotRunning(f"the run ended while {', '.join(waiting)} restarted ({past_state(run_dir)})")
+            raise NoAnswer(f"the run ended while {', '.join(waiting)} restarted ({past_state(run_dir)})")
         time.sleep(_POLL_S)
         now = {process["name"]: process for process in status(run_dir)["processes"]}
         for name, old in list(waiting.items()):
@@ -123,6 +125,10 @@ def passed_on(reply: dict[str, Any], name: str) -> list[str]:
     """Word who acknowledged a command; raises NoAnswer if a process did not."""
     if reply["failed"]:
         raise NoAnswer("; ".join(f"{who}: {why}" for who, why in reply["failed"].items()))
+    if name == "checkpoint" and reply["done"]:  # it comes after the step, and is written in the background
+        return [
+            f"checkpoint: asked {', '.join(reply['done'])}; 'checkpoint | step=...' in the log says when it is saved"
+        ]
     return [f"{name}: {', '.join(reply['done']) or 'no process is there to hear it'}"]
 
 
@@ -150,14 +156,16 @@ def status_from_files(run_dir: Path) -> dict[str, Any]:
     pid = launcher_pid(run_dir)
     metrics = MetricsReader(run_dir)
     metrics.poll()
+    state = "starting or ending" if pid else past_state(run_dir)
+    end = {"pid": None, "state": state if state == FINISHED else "gone"}
     processes = [
-        {"name": f"{role}{rank}", "role": role, "rank": rank, "pid": None, "state": "gone"} | _without_identity(record)
+        {"name": f"{role}{rank}", "role": role, "rank": rank} | end | _without_identity(record)
         for (role, rank), record in sorted(metrics.latest.items())
     ]
     return {
         "run": run_dir.name,
         "run_dir": str(run_dir.absolute()),
-        "state": "starting or ending" if pid else past_state(run_dir),
+        "state": state,
         "launcher_pid": pid or None,
         "uptime_s": None,
         "occupancy": 0,

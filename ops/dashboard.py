@@ -29,7 +29,6 @@ MIN_WIDTH = 60
 LOOKS_PER_S = 10.0
 LOOKS_PER_FRAME = 2
 PLAIN_EVERY_S = 10.0
-_SETTLE_S = 0.5
 
 
 def dashboard(run_dir: Path, once: bool, as_json: bool, svg: Path | None, console: Console | None = None) -> None:
@@ -45,8 +44,6 @@ def dashboard(run_dir: Path, once: bool, as_json: bool, svg: Path | None, consol
 
 
 def _one_picture(viewer: Viewer, console: Console, as_json: bool, svg: Path | None) -> None:
-    viewer.look()
-    time.sleep(_SETTLE_S)  # rates need two looks
     picture = viewer.look()
     if as_json:
         print(json.dumps(picture))

@@ -57,8 +57,7 @@ def _head(picture: dict[str, Any], width: int) -> list[Text]:
     verdict = picture["verdict"]
     head = Text.assemble(
         ("run ", "dim"), (picture["run"], "bold"), "  ", _state(picture["state"]),
-        ("  up ", "dim"), duration(picture["uptime_s"]), ("  ETA ", "dim"), duration(picture["eta_s"]),
-        ("  launcher pid ", "dim"), str(picture["launcher_pid"] or "none"),
+        *(_times(picture) if picture["launcher_pid"] else ()),
     )  # fmt: skip
     judged = Text.assemble(
         (verdict["kind"], f"bold {_VERDICT_STYLES.get(verdict['kind'], '')}"), f": {verdict['reason']}"
@@ -67,6 +66,23 @@ def _head(picture: dict[str, Any], width: int) -> list[Text]:
     if verdict["advice"]:
         lines += [Text(f"  {part}") for part in _wrapped(verdict["advice"], width - 2)]
     return [*lines, Text("")]
+
+
+def _times(picture: dict[str, Any]) -> tuple[tuple[str, str] | str, ...]:
+    """How long a living run has run and will."""
+    return (
+        ("  up ", "dim"), duration(picture["uptime_s"]), ("  ETA ", "dim"), duration(picture["eta_s"]),
+        ("  launcher pid ", "dim"), str(picture["launcher_pid"]),
+    )  # fmt: skip
+
+
+def _flow(ring: dict[str, Any]) -> str:
+    if ring["published_per_s"] is None:
+        return "rates not known yet"
+    return (
+        f"{ring['published_per_s']:.2f} in, {ring['released_per_s']:.2f} out per s, "
+        f"{ring['bytes_per_s'] / 1e9:.3f} GB/s"
+    )
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -83,8 +99,7 @@ def _ring(ring: dict[str, Any], history: Sequence[int], width: int) -> list[Text
     bars = sparkline(history, ring["num_slots"], max(10, min(60, width - 62)))
     head = Text.assemble(
         (f"ring {ring['ring_index']}  ", "bold"), f"{ring['occupancy']}/{ring['num_slots']}  ", (bars, "cyan"),
-        f"  {ring['published_per_s']:.2f} in, {ring['released_per_s']:.2f} out per s, ",
-        f"{ring['bytes_per_s'] / 1e9:.3f} GB/s",
+        f"  {_flow(ring)}",
         ("  end of data" if ring["end_of_data"] else "", "dim"),
     )  # fmt: skip
     lines = [head, *_slot_map(ring["slots"], width)]
@@ -117,11 +132,12 @@ def _process(process: dict[str, Any], width: int) -> list[Text]:
     line = Text.assemble(
         (f"{process['name']:9}", "bold"), " ", _state(process["state"]), f"  pid {process['pid'] or 'none'}"
     )
-    parts = [_number(process, "step", "step {:,.0f}")]
+    parts = [_number(process, "packs", "{:,.0f} packs")]
     if process["role"] == DRAFTER:
-        parts += [_number(process, "loss", "loss {:.3f}"), _number(process, "accept_len", "accepted {:.2f}"),
-                  _number(process, "lr", "lr {:.2e}"), _number(process, "grad_norm", "grad {:.2g}"),
-                  _number(process, "anchors", "{:.0f} anchors")]  # fmt: skip
+        parts = [_number(process, "step", "step {:,.0f}"), _number(process, "loss", "loss {:.3f}"),
+                 _number(process, "accept_len", "accepted {:.2f}"), _number(process, "lr", "lr {:.2e}"),
+                 _number(process, "grad_norm", "grad {:.2g}"),
+                 _number(process, "anchors", "{:.0f} anchors")]  # fmt: skip
     parts += [
         _number(process, "tokens_per_s", "{:,.0f} tokens/s"),
         _number(process, "starved_pct", "starved {:.0f} %"),

@@ -1,4 +1,4 @@
-"""Errors of ops: one line for the user each, with the exit code that the program leaves with."""
+"""Errors of ops: one line for the user each, with the exit code that the program leaves with (docs/operations.md)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class RunTaken(OpsError):
 
 class NotRunning(OpsError):
     """Nobody answers because nobody is there."""
+
+    exit_code = 2
 
 
 class NoAnswer(OpsError):

@@ -14,12 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
+from configs.load import ConfigError
 from ops.errors import NoResource
 from ops.feed import Listener
 from ops.metrics_reader import MetricsReader
 from ops.run_folder import launcher_pid
 
 POLL_S = 1.0
+MAX_PORT = 65535
 
 
 class Exporter(Protocol):
@@ -80,6 +82,8 @@ class Prometheus:
     """The latest numbers of each process at http://HOST:PORT/metrics, in the text format; port 0 picks a free one."""
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
+        if not 0 <= port <= MAX_PORT:
+            raise ConfigError([f"--prometheus: expected a port in 0..{MAX_PORT}, got {port}"])
         self._run = run_dir.name
         self._latest: dict[tuple[str, int], dict[str, Any]] = {}
         self._lock = threading.Lock()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from configs.load import require_sources
 from configs.run_files import read_plan
 from configs.schema import Config
 from ops import data_report
@@ -31,7 +32,7 @@ from ops.metrics_reader import MetricsReader
 from ops.output import Output
 from ops.paths import DRAFTER, LAUNCHER, TARGET, log_path, runtime_dir
 from ops.rings import Rings, clean_left_overs, room_for_state
-from ops.run_folder import claim, set_results_aside, write_config
+from ops.run_folder import Trial, claim, on_trial
 from ops.stage import Interrupted, run_stage
 from ops.summary import end_table, make_summary, write_summary
 from ops.supervisor import Modules, Supervisor
@@ -88,6 +89,7 @@ def run(
     """
     run_dir = run_folder(config)
     places = None if where else _places(config)  # with several hosts the others are to hear of a refusal
+    require_sources(config)
     interrupts = Interrupts()
     with interrupts.installed(), ExitStack() as stack:
         stack.callback(claim(run_dir).drop)
@@ -147,9 +149,7 @@ class Launch:
             stack.callback(shutil.rmtree, runtime_dir(self.run_dir), ignore_errors=True)
             self.out.say(f"run {self.config.run.name}: {self.run_dir}, launcher pid {os.getpid()}")
             clean_left_overs(self.run_dir, self.out.say, lambda: self.interrupts.asked)
-            if not prepare_only:
-                set_results_aside(self.run_dir)
-            write_config(self.run_dir, self.config)
+            trial = stack.enter_context(on_trial(self.run_dir, self.config))
             end_last_line(self.run_dir)
             self.commander.start()
             stack.callback(self.commander.close)
@@ -159,9 +159,10 @@ class Launch:
                 self.out.warn(warning)
             self._prepare()
             if prepare_only:
+                trial.accept()
                 return DONE
             self._wait_for_data()
-            self._train()
+            self._train(trial)
             self._stage_evaluation()
             return self._summarise()
 
@@ -226,9 +227,15 @@ class Launch:
     def _stage_evaluation(self) -> None:
         if self.config.evaluation.enabled and self.hosts.is_first:
             self.commander.state = "evaluating"
+            heldout = read_plan(self.run_dir).get("data_report", {}).get("heldout", "all")
+            self.out.say(
+                f"evaluation: the target decodes {heldout} held-out prompts, up to "
+                f"{self.config.evaluation.max_new_tokens} tokens each, with the first weights, the last, the last "
+                "without context, and a bigram table; a line follows as each is done"
+            )
             self._stage("evaluation", [self.modules.evaluation], DRAFTER)
 
-    def _train(self) -> None:
+    def _train(self, trial: Trial) -> None:
         """Make the rings, start both sides, and watch them until the drafters have finished."""
         spec = SlotSpec.from_json(read_plan(self.run_dir)["slot_spec"])
         num_rings = len(self.places.of(TARGET))
@@ -236,13 +243,14 @@ class Launch:
         slots, name = self.config.ring.num_slots, self.config.run.name
         with Rings(name, spec, num_rings, slots, first) as rings, room_for_state(self.run_dir, self.out.say):
             self.out.say(f"{num_rings} ring(s) of {slots} slots, {rings.nbytes / 1e6:,.1f} MB")
+            trial.set_results_aside()
             supervisor = Supervisor(self.config, self.run_dir, self.places, self.modules, self.out, self.hosts)
             self.commander.watch(supervisor, rings.rings)
             self.commander.state = "starting"
             try:
                 supervisor.start()
                 with self.out.live():
-                    self._supervise(supervisor)
+                    self._supervise(supervisor, trial)
                     self._stop(supervisor)
             finally:
                 supervisor.close()
@@ -254,11 +262,13 @@ class Launch:
             self.out.say(f"interrupted at step {self._step()}; what was saved is in {where}")
             raise Interrupted
 
-    def _supervise(self, supervisor: Supervisor) -> None:
+    def _supervise(self, supervisor: Supervisor, trial: Trial) -> None:
         next_draw = 0.0
         while not (supervisor.finished or supervisor.failure or self.interrupts.asked):
             supervisor.tick()
             self._hear_others(supervisor)
+            if not trial.accepted and (supervisor.finished or any(s.published for s in self.commander.snapshots())):
+                trial.accept()
             if self.commander.state == "starting" and supervisor.all_ready:
                 self.commander.state = "running"
             if time.monotonic() >= next_draw:
@@ -306,7 +316,7 @@ class Launch:
 
     def _summarise(self) -> int:
         self.metrics.poll()
-        summary = make_summary(self.run_dir, self.metrics)
+        summary = make_summary(self.run_dir, self.config, self.metrics)
         write_summary(self.run_dir, summary)
         self.commander.state = "finished"
         self.out.show(end_table(self.config.run.name, summary))

@@ -10,6 +10,8 @@ final.json, heldout.json, summary.json      (those of an earlier launch are kept
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +43,47 @@ def claim(run_dir: Path) -> FileLock:
     return lock
 
 
-def write_config(run_dir: Path, config: Config) -> None:
-    """Write config.yaml; keep a different earlier one under the next number."""
+def write_config(run_dir: Path, config: Config) -> Path | None:
+    """Write config.yaml; a different earlier one is kept under the next number, which is returned."""
     text = dump_config(config)
-    path = run_dir / CONFIG_FILE
+    path, kept = run_dir / CONFIG_FILE, None
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        keep(path)
+        kept = keep(path)
     write_atomically(path, text)
+    return kept
 
 
-def set_results_aside(run_dir: Path) -> None:
-    """Keep the results of an earlier launch under the next number, so that this one's are its own."""
-    for name in RESULTS:
-        if (run_dir / name).exists():
-            keep(run_dir / name)
+class Trial:
+    """A launch of which nothing has been trained yet: refused or interrupted, it leaves the run as it found it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.accepted = False
+        self.moved: list[tuple[Path, Path]] = []
+        """What was kept under a number, and the name that it had."""
+        self._run_dir = run_dir
+
+    def set_results_aside(self) -> None:
+        """Keep the results of an earlier launch under the next number, so that this one's are its own."""
+        for path in (self._run_dir / name for name in RESULTS):
+            if path.exists():
+                self.moved.append((keep(path), path))
+
+    def accept(self) -> None:
+        """The launch's configuration and its results stand from now on."""
+        self.accepted = True
+
+
+@contextmanager
+def on_trial(run_dir: Path, config: Config) -> Iterator[Trial]:
+    """Write config.yaml for a launch; what it replaced or set aside comes back at the end if it was not accepted."""
+    trial = Trial(run_dir)
+    if kept := write_config(run_dir, config):
+        trial.moved.append((kept, run_dir / CONFIG_FILE))
+    try:
+        yield trial
+    finally:
+        for old, path in [] if trial.accepted else trial.moved:
+            old.replace(path)
 
 
 def keep(path: Path) -> Path:

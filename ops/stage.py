@@ -19,7 +19,6 @@ from ops.paths import log_path
 
 _POLL_S = 0.1
 _STOP_S = 5.0
-_TAIL = 20
 
 
 class Interrupted(Exception):
@@ -47,27 +46,25 @@ def run_stage(
         start_new_session=True,
     )
     try:
-        lines = _follow(process, name, log_path(run_dir, name), out, interrupted)
+        _follow(process, name, log_path(run_dir, name), out, interrupted)
         if interrupted():
             raise Interrupted
         code = process.wait()
     finally:
         _end(process)
-    if code:
-        out.say(f"{name} ended with {exit_words(code)}; its last lines (all of them: {log_path(run_dir, name)}):")
-        out.block(lines[-_TAIL:])
-        raise ChildFailed(f"{name} ended with {exit_words(code)}", code if code in (2, 3, 5) else 4)
+    if code:  # its lines have been shown
+        where = f"see above, or {log_path(run_dir, name)}"
+        raise ChildFailed(f"{name} ended with {exit_words(code)}; {where}", code if code in (2, 3, 5) else 4)
 
 
 def _follow(
     process: subprocess.Popen[bytes], name: str, path: Path, out: Output, interrupted: Callable[[], bool]
-) -> list[str]:
-    """Show and log the output until it ends or the user interrupts; return its last lines.
+) -> None:
+    """Show and log the output until it ends or the user interrupts.
 
     A part that ends in a carriage return is progress: it is shown in place on a terminal and not logged.
     """
     assert process.stdout is not None
-    lines: list[str] = []
     rest = b""
     with path.open("ab", buffering=0) as log, selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -84,11 +81,9 @@ def _follow(
                     out.progress(f"{name}: {text.strip()}")
                 elif text.strip():
                     log.write(f"{text}\n".encode())
-                    lines = [*lines[-_TAIL:], text]
                     out.say(f"{name}: {text}")
             if not chunk:
                 break
-    return lines
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.run_files import write_atomically
+from configs.schema import Config
 from ops import data_report
 from ops.errors import RunMissing
 from ops.metrics_reader import MetricsReader
@@ -20,7 +21,7 @@ from ops.run_folder import read_json
 HELDOUT_KEYS = ("before", "after", "bigram", "zero_context")
 
 
-def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
+def make_summary(run_dir: Path, config: Config, metrics: MetricsReader) -> dict[str, Any]:
     """Gather the run's results: final.json and heldout.json first, metrics where they are silent; null if unknown."""
     final = read_json(run_dir / "final.json")
     heldout = read_json(run_dir / "heldout.json")
@@ -41,10 +42,24 @@ def make_summary(run_dir: Path, metrics: MetricsReader) -> dict[str, Any]:
         "steps": final.get("steps", latest.get("step")),
         "packs_trained": final.get("packs_trained", latest.get("packs_trained")),
         "packs_planned": plan.get("num_packs"),
+        "ended_by": ended_by(config, final, plan.get("num_packs")),
+        "train_seconds": final.get("train_seconds"),
         "rows": data_report.row_law(plan) if "data_report" in plan else None,
         "checkpoint": final.get("checkpoint", latest.get("checkpoint")),
     }
     return summary
+
+
+def ended_by(config: Config, final: dict[str, Any], num_packs: int | None) -> str | None:
+    """Name what ended the training, by final.json: all packs, or the limit that was reached first; None if unknown."""
+    training = config.training
+    if num_packs is not None and final.get("packs_trained", 0) >= num_packs:
+        return "all packs trained"
+    if training.max_steps is not None and final.get("steps", 0) >= training.max_steps:
+        return f"training.max_steps ({training.max_steps:,})"
+    if training.max_seconds is not None and final.get("train_seconds", 0.0) >= training.max_seconds:
+        return f"training.max_seconds ({training.max_seconds:g} s)"
+    return None
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -80,6 +95,7 @@ def end_table(run: str, summary: dict[str, Any]) -> Table:
     table.add_row("steps", _shown(summary["steps"], 0))
     planned = _shown(summary["packs_planned"], 0)
     table.add_row("packs trained", f"{_shown(summary['packs_trained'], 0)} of {planned}")
+    table.add_row("ended by", summary.get("ended_by") or "unknown")
     if summary["rows"]:
         table.add_row("rows", summary["rows"])
     table.add_row("checkpoint", _near(summary["checkpoint"]))

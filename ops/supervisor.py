@@ -95,7 +95,7 @@ class Supervisor:
                 self._spawn(child)
             elif child.state == STARTING:
                 self._look_at_start(child, now)
-            elif child.state == STOPPING and now > child.kill_at + self._grace_s(child):
+            elif child.state == STOPPING and not child.killed and now > child.kill_at + self._grace_s(child):
                 self._out.warn(f"{child.name} (pid {child.pid}) did not stop in time: killed")
                 child.kill()
             elif child.state == RUNNING and child.crashes_in_a_row and now - (child.ready_at or now) > STABLE_S:

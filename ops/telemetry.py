@@ -7,6 +7,7 @@ follow the file at any time. The file is the record; each line is also sent to t
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from ops.feed import Pusher
 from ops.paths import label
 
 METRICS_FILE = "metrics.jsonl"
+RING_LOGGER = "shm_ring"
 
 
 class Metrics:
@@ -147,17 +149,39 @@ def shares(spent: dict[str, float], phases: tuple[str, ...]) -> dict[str, float]
 
 
 class Log:
-    """Event lines of one process on its standard output: `time role | event | key=value ...`, whole and at once."""
+    """Event lines of one process on its standard output: `time role | event | key=value ...`, whole and at once.
+
+    What the ring reports, `ring | waiting | ...`, becomes lines of this log too.
+    """
 
     def __init__(self, role: str, rank: int | None = None) -> None:
         self._name = label(role, rank)
+        ring = logging.getLogger(RING_LOGGER)
+        for handler in [each for each in ring.handlers if isinstance(each, _RingLines)]:
+            ring.removeHandler(handler)
+        ring.addHandler(_RingLines(self.line))
 
     def __call__(self, event: str, **values: Any) -> None:
         """Write one line; values keep their order, units belong in the keys."""
         fields = " ".join(f"{key}={_shown(value)}" for key, value in values.items())
-        stamp = time.strftime("%H:%M:%S")
-        sys.stdout.write(f"{stamp} {self._name} | {event}{' | ' if fields else ''}{fields}\n")
+        self.line(f"{event}{' | ' if fields else ''}{fields}")
+
+    def line(self, text: str) -> None:
+        """Write one line as it is, after time and role."""
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')} {self._name} | {text}\n")
         sys.stdout.flush()
+
+
+class _RingLines(logging.Handler):
+    """Hands what the ring says to a log."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the message."""
+        self._write(record.getMessage())
 
 
 def plain(value: Any) -> Any:

@@ -31,21 +31,30 @@ class Verdict:
         return asdict(self) | {"line": self.line}
 
 
-def judge(starved_pct: float | None, blocked_pct: float | None) -> Verdict:
-    """Judge by the drafters' mean starved share and the targets' mean blocked share, in percent of time."""
+def judge(starved_pct: float | None, blocked_pct: float | None, is_over: bool = False) -> Verdict:
+    """Judge by the drafters' mean starved share and the targets' mean blocked share, in percent of time.
+
+    A run that is over gets no advice.
+    """
     if starved_pct is None or blocked_pct is None:
         return Verdict("unknown", starved_pct, blocked_pct, "no metrics of both sides yet", "")
-    both = f"the drafter is starved {starved_pct:.0f} % of its time, the target blocked {blocked_pct:.0f} %"
+    when = "at its end the drafter was" if is_over else "the drafter is"
+    both = f"{when} starved {starved_pct:.0f} % of its time, the target blocked {blocked_pct:.0f} %"
+    kind, advice = _kind(starved_pct, blocked_pct)
+    return Verdict(kind, starved_pct, blocked_pct, both, "" if is_over else advice)
+
+
+def _kind(starved_pct: float, blocked_pct: float) -> tuple[str, str]:
+    """Kind and advice."""
     if starved_pct < WAIT_PCT and blocked_pct < WAIT_PCT:
-        return Verdict("balanced", starved_pct, blocked_pct, both, "")
+        return "balanced", ""
     if starved_pct >= WAIT_PCT and blocked_pct >= WAIT_PCT:
-        advice = "Both wait by turns: more slots (ring.num_slots) even that out"
-        return Verdict("balanced", starved_pct, blocked_pct, both, advice)
+        return "balanced", "Both wait by turns: more slots (ring.num_slots) even that out"
     if starved_pct > blocked_pct:
-        advice = "Add target GPUs (target.devices), or learn more from each pack (anchors.num, training.steps_per_pack)"
-        return Verdict("target-bound", starved_pct, blocked_pct, both, advice)
-    advice = "Add drafter GPUs (training.devices), or lower anchors.num or training.steps_per_pack"
-    return Verdict("drafter-bound", starved_pct, blocked_pct, both, advice)
+        return "target-bound", (
+            "Add target GPUs (target.devices), or learn more from each pack (anchors.num, training.steps_per_pack)"
+        )
+    return "drafter-bound", "Add drafter GPUs (training.devices), or lower anchors.num or training.steps_per_pack"
 
 
 def recent_mean(records: Iterable[Mapping[str, Any]], name: str, since: float) -> float | None:

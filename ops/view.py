@@ -24,6 +24,7 @@ from ops.feed import Listener
 from ops.gpu import read_gpus
 from ops.metrics_reader import MetricsReader
 from ops.paths import DRAFTER, TARGET
+from ops.rates import Rates
 from ops.run_folder import CONFIG_FILE, read_json
 from ops.verdict import WINDOW_S, Verdict, judge, mean, recent_mean
 from shm_ring import Ring
@@ -32,7 +33,6 @@ from shm_ring.names import segments_of_run
 
 STATUS_EVERY_S = 1.0
 HISTORY = 240
-_RATE_WINDOW_S = 5.0
 
 
 @dataclass
@@ -41,21 +41,14 @@ class RingView:
 
     ring: Ring
     inode: int
+    rates: Rates
     occupancies: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)
 
     def look(self, now: float) -> dict[str, Any]:
-        """Take a snapshot; add rates per second over the last seconds and the occupancy's history."""
+        """Take a snapshot; add rates per second over the last half minute, and to the occupancy's history."""
         values = ring_values(self.ring.snapshot())
         self.occupancies.append(values["occupancy"])
-        self.samples.append((now, values["published"], values["released"], values["published_bytes"]))
-        while now - self.samples[0][0] > _RATE_WINDOW_S and len(self.samples) > 2:
-            self.samples.popleft()
-        first, last = self.samples[0], self.samples[-1]
-        passed = last[0] - first[0]
-        rates = [(b - a) / passed if passed > 0 else 0.0 for a, b in zip(first[1:], last[1:], strict=True)]
-        names = ("published_per_s", "released_per_s", "bytes_per_s")
-        return values | {name: round(rate, 3) for name, rate in zip(names, rates, strict=True)}
+        return values | self.rates.see(now, values)
 
 
 class Viewer:
@@ -118,15 +111,17 @@ class Viewer:
         return list(self._rings[name].occupancies)
 
     def verdict(self) -> Verdict:
-        """Judge by the last half minute of metrics."""
-        since = time.time() - WINDOW_S
+        """Judge by the last half minute of metrics; of a run that is over, by its last."""
+        is_over = not self._status.get("launcher_pid")
+        last = max((record["time"] for record in self._metrics.latest.values()), default=0.0)
+        since = (last if is_over else time.time()) - WINDOW_S
         starved = [
             recent_mean(s, "starved_pct", since) for (role, _), s in self._metrics.series.items() if role == DRAFTER
         ]
         blocked = [
             recent_mean(s, "blocked_pct", since) for (role, _), s in self._metrics.series.items() if role == TARGET
         ]
-        return judge(mean(starved), mean(blocked))
+        return judge(mean(starved), mean(blocked), is_over)
 
     def _refresh_status(self) -> None:
         try:
@@ -144,11 +139,13 @@ class Viewer:
             if name not in names or _inode(name) != view.inode:
                 view.ring.close()
                 del self._rings[name]
+        seen = {ring["name"]: ring.get("earliest") for ring in self._status.get("rings", [])}
         for name in sorted(names, key=lambda each: (len(each), each)):
             if name not in self._rings:
                 try:
                     inode = _inode(name)
-                    self._rings[name] = RingView(Ring.open(name, readonly=True, wait_s=0.2), inode)
+                    ring = Ring.open(name, readonly=True, wait_s=0.2)
+                    self._rings[name] = RingView(ring, inode, Rates(seen.get(name)))
                 except RingError:
                     continue  # being made or removed; the next look finds out
 

@@ -119,11 +119,14 @@ class Reader:
         """Seconds this reader has waited for READY slots."""
         return self._starved_ns / 1e9
 
-    def take(self, timeout_s: float = 60.0, stop: waiting.Stop | None = None) -> ReadSlot | None:
+    def take(
+        self, timeout_s: float = 60.0, stop: waiting.Stop | None = None, waited_before_s: float = 0.0
+    ) -> ReadSlot | None:
         """Return a slot, HELD by this consumer until `release` or `reject`; None only at the end of the data.
 
         The end: every producer has finished and no slot is READY (slots that other consumers hold are theirs). Waits up
         to `timeout_s`. Raises RingEmpty that names the producers' conditions, RingStopped if `stop` or the board says.
+        `waited_before_s`: of a wait in slices, the time since its beginning; it reports itself as one.
         """
         for lock in self._locks:
             lock.check()
@@ -133,8 +136,9 @@ class Reader:
         found = self._try_take()
         if found is None:
             found = waiting.wait_until(
-                self._try_take, self._bells, timeout_s, self._stop_of(stop), self._count_starved, self._empty_error
-            )
+                self._try_take, self._bells, timeout_s, self._stop_of(stop), self._count_starved, self._empty_error,
+                waited_before_s,
+            )  # fmt: skip
         return self._hand_out(found) if isinstance(found, ReadSlot) else None
 
     def _hand_out(self, slot: ReadSlot) -> ReadSlot:

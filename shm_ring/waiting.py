@@ -30,11 +30,13 @@ def wait_until(
     stop: Stop | None,
     on_pause: Callable[[int], None],
     timeout_error: Callable[[float], RingTimeout],
+    waited_before_s: float = 0.0,
 ) -> T:
     """Return the first result of `look` that is not None.
 
     `bells` are addresses; `on_pause` gets the nanoseconds waited since its last call, at least every 100 ms. Raises
-    RingStopped when `stop` says so, and `timeout_error(waited seconds)` after `timeout_s`.
+    RingStopped when `stop` says so, and `timeout_error(waited seconds)` after `timeout_s`. `waited_before_s`: a long
+    wait in slices reports itself as one; so many seconds of it are over.
     """
     for _ in range(NUM_SPINS):
         found = look()
@@ -42,6 +44,8 @@ def wait_until(
             return found
     begun = last = time.monotonic()
     next_report = 0
+    while _report_time(next_report) <= waited_before_s:
+        next_report += 1
     try:
         while True:
             seen = [(bell, atomics.load_u32(bell)) for bell in bells]
@@ -53,11 +57,12 @@ def wait_until(
             last, waited = now, now - begun
             if stop is not None and stop():
                 raise RingStopped("asked to stop while waiting on the ring")
-            if waited >= timeout_s:
-                raise timeout_error(waited)
-            if waited >= _report_time(next_report):
+            whole = waited_before_s + waited
+            if whole >= _report_time(next_report):  # before the end, which may be that of a slice only
                 next_report += 1
-                _log.warning("ring | waiting | %s", timeout_error(waited))
+                _log.warning("ring | waiting | %s", timeout_error(whole))
+            if waited >= timeout_s:
+                raise timeout_error(whole)
             atomics.wait_bells(seen, min(CAP_S, timeout_s - waited))
     finally:
         on_pause(int((time.monotonic() - last) * 1e9))

@@ -136,7 +136,7 @@ def test_a_process_that_does_not_stop_is_killed_within_the_limit(runs: Runs) -> 
     os.killpg(launcher.pid, signal.SIGINT)
     code, out = end(launcher, 15)
     assert code == 130
-    assert "did not stop in time: killed" in out
+    assert out.count("did not stop in time: killed") == 1
     runs.assert_nothing_left()
 
 
@@ -275,8 +275,30 @@ def test_a_cause_that_would_repeat_is_not_restarted(runs: Runs) -> None:
 def test_preparation_that_fails_ends_the_run_with_its_code(runs: Runs) -> None:
     code, out = end(runs.launch(prepare_exit=3))
     assert code == 3
-    assert "    data.sources: /does/not/exist: no such file" in out.splitlines()
+    assert [line for line in out.splitlines() if "/does/not/exist" in line] == [
+        "prepare: data.sources: /does/not/exist: no such file"
+    ]
+    assert out.splitlines()[-1] == f"prepare ended with code 3; see above, or {runs.run_dir}/logs/prepare.log"
     runs.assert_nothing_left()
+
+
+@pytest.mark.parametrize("refusal", [{"prepare_exit": 2}, {"start_exit": {"target0": 2}}])
+def test_a_finished_run_stays_finished_when_another_launch_of_it_is_refused(
+    runs: Runs, refusal: dict[str, object]
+) -> None:
+    assert end(runs.launch(steps=5))[0] == 0
+    results = ("config.yaml", "final.json", "summary.json")
+    before = {name: (runs.run_dir / name).read_text() for name in results}
+    code, out = end(runs.launch("--set", "optimizer.lr=0.25", steps=10, **refusal))
+    assert code == 2, out
+    assert {name: (runs.run_dir / name).read_text() for name in results} == before
+    assert not list(runs.run_dir.glob("*.1"))
+    assert runs.ask("status", runs.name).stdout.startswith(f"run {runs.name}: finished")
+    for command in (["pause"], ["restart", "drafter"], ["set", "ring.min_ready=2"]):
+        assert runs.ask(*command, runs.name).returncode == 2
+    code, out = end(runs.launch("--set", "optimizer.lr=0.25", steps=10))
+    assert code == 0, out
+    assert {path.name for path in runs.run_dir.glob("*.1")} == {f"{name}.1" for name in results}
 
 
 def test_ctrl_c_during_preparation_ends_with_130(runs: Runs) -> None:
@@ -311,7 +333,7 @@ def test_pause_checkpoint_set_and_resume_reach_the_processes(runs: Runs) -> None
     runs.until_step(2)
     assert runs.ask("pause", runs.name).stdout == "pause: target0, drafter0\n"
     assert json.loads(runs.ask("status", runs.name, "--json").stdout)["state"] == "paused"
-    assert runs.ask("checkpoint", runs.name).returncode == 0
+    assert runs.ask("checkpoint", runs.name).stdout.startswith("checkpoint: asked drafter0; ")
     assert runs.ask("set", "ring.min_ready=2", "training.log_every_steps=3", runs.name).returncode == 0
     assert runs.ask("set", "optimizer.lr=3", runs.name).returncode == 2
     assert runs.ask("resume", runs.name).returncode == 0

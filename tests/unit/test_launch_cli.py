@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import launch
+from configs.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +51,83 @@ def test_a_name_with_other_characters_or_too_long_is_refused(
 def test_a_missing_config_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["/does/not/exist.yaml"]) == 2
     assert "/does/not/exist.yaml: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["statsu", "run"], "statsu: neither a command nor a configuration file; did you mean 'status'?"),
+        (["xyz"], "xyz: neither a command nor a configuration file; 'python launch.py --help' lists the commands"),
+        (["telemetry", "run"], "telemetry: expected --tensorboard, --wandb PROJECT or --prometheus PORT, got none"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert launch.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(line)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "c.yaml --set ring.num_slots=3 ring.min_ready=2 --name a",
+        "--set ring.num_slots=3 ring.min_ready=2 c.yaml --name a",
+        "c.yaml --name a --set ring.num_slots=3 --set ring.min_ready=2",
+        "c.yaml --name a --set=ring.num_slots=3 ring.min_ready=2",
+    ],
+)
+def test_one_set_takes_several_values(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    found: list[Config] = []
+    monkeypatch.setattr("ops.run.run", lambda config, *_: found.append(config) or 0)
+    assert launch.main(["run", *words.split()]) == 0
+    assert [(each.run.name, each.ring.num_slots, each.ring.min_ready) for each in found] == [("a", 3, 2)]
+
+
+def test_a_set_without_a_value_and_a_word_too_many_are_refused_by_the_command_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, line in (("a.yaml --set", "--set: expected one argument"), ("a.yaml --sett a=1", "arguments: --sett")):
+        with pytest.raises(SystemExit, match="2"):
+            launch.main(words.split())
+        err = capsys.readouterr().err
+        assert line in err
+        assert err.startswith("usage: python launch.py run ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["dashboard", "--svg", "no/such/x.svg"], 5, "no/such/x.svg: cannot be written (No such file or directory)"),
+        (["telemetry", "--prometheus", "99999"], 2, "--prometheus: expected a port in 0..65535, got 99999"),
+    ],
+)
+def test_what_cannot_be_written_or_served_is_one_line(
+    words: list[str], code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("{}\n")
+    assert launch.main([*words[:1], "a", *words[1:]]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(line)
+    assert len(err.splitlines()) == 1
+
+
+def test_one_table_of_exit_codes_holds_in_the_help_and_in_the_docs_and_errors_have_no_others() -> None:
+    table = re.findall(r"^\| (\d+) \| (.*?)[;|]", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    said = " ".join((launch.__doc__ or "").partition("Exit codes: ")[2].split())
+    in_help = re.findall(r"(\d+) ([a-z ]+)", said)
+    assert [(code, words.strip()) for code, words in table] == [(code, words.strip()) for code, words in in_help]
+    packages = ("configs", "shm_ring", "ops", "producer", "consumer", "evaluation")
+    sources = [path.read_text() for package in packages for path in (ROOT / package).rglob("*.py")]
+    used = {code for source in sources for code in re.findall(r"^    exit_code = (\d+)$", source, re.MULTILINE)}
+    assert used <= {code for code, _ in table}
 
 
 @pytest.mark.parametrize(

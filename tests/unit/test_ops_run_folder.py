@@ -16,7 +16,7 @@ from ops.changes import change_live, change_on_restart
 from ops.errors import NoResource, RunMissing, RunTaken
 from ops.locks import FileLock, holder_pid
 from ops.paths import runtime_dir
-from ops.run_folder import claim, find_run, last_lines, set_results_aside, write_config
+from ops.run_folder import claim, find_run, last_lines, on_trial, write_config
 
 
 def test_a_claim_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
@@ -71,10 +71,26 @@ def test_a_changed_config_keeps_the_old_one_under_a_number(tmp_path: Path) -> No
 def test_results_of_an_earlier_launch_are_kept(tmp_path: Path) -> None:
     for text in ("one", "two"):
         (tmp_path / "summary.json").write_text(text)
-        set_results_aside(tmp_path)
+        with on_trial(tmp_path, config_from({})) as trial:
+            trial.set_results_aside()
+            trial.accept()
     assert (tmp_path / "summary.json.1").read_text() == "one"
     assert (tmp_path / "summary.json.2").read_text() == "two"
     assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_launch_that_is_refused_leaves_config_and_results_as_they_were(begun: bool, tmp_path: Path) -> None:
+    with on_trial(tmp_path, config_from({"optimizer": {"lr": 0.1}})) as trial:
+        trial.accept()
+    (tmp_path / "final.json").write_text("done")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    with on_trial(tmp_path, config_from({"optimizer": {"lr": 0.2}})) as trial:
+        assert load_config(tmp_path / "config.yaml").optimizer.lr == 0.2
+        if begun:
+            trial.set_results_aside()
+            assert not (tmp_path / "final.json").exists()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_the_newest_living_run_is_found_before_newer_dead_ones(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,16 @@ def test_lines_of_three_processes_never_mix(tmp_path: Path) -> None:
     lines = _lines(tmp_path)
     for rank in range(3):
         assert [line["step"] for line in lines if line["rank"] == rank] == list(range(1000))
+
+
+def test_what_the_ring_reports_is_a_line_of_the_process_with_its_time_and_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Log("prepare", 0)
+    Log("drafter", 1)
+    logging.getLogger("shm_ring").warning("ring | waiting | consumer 1 waited 1.0 s")
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"\d\d:\d\d:\d\d drafter1 \| ring \| waiting \| consumer 1 waited 1\.0 s\n", out)
 
 
 def test_a_log_line_is_role_event_and_fields(capsys: pytest.CaptureFixture[str]) -> None:

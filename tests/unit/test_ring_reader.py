@@ -10,6 +10,7 @@ from shm_ring import (
     Reader,
     Ring,
     errors,
+    waiting,
 )
 from shm_ring.segment import Segment
 from tests.helpers.ring_api import Make, new_ring, publish, run, take, take_ids
@@ -233,3 +234,18 @@ def test_arrays_outlive_the_closing_of_their_ring(new_ring: Make) -> None:
     other.close()
     gc.collect()
     assert int(view.sum()) == 5 * 256
+
+
+def test_a_wait_in_slices_reports_itself_as_one_at_1_s_10_s_and_then_every_30_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(waiting.atomics, "wait_bells", lambda _bells, cap_s: clock.__setitem__(0, clock[0] + cap_s))
+    before_s, empty = 0.0, lambda waited_s: errors.RingEmpty(f"{waited_s:.0f}")
+    while before_s < 95.0:
+        began = clock[0]
+        with pytest.raises(errors.RingEmpty):
+            waiting.wait_until(lambda: None, (), 2.0, None, lambda _ns: None, empty, before_s)
+        before_s += clock[0] - began
+    assert [record.getMessage() for record in caplog.records] == [f"ring | waiting | {s}" for s in (1, 10, 30, 60, 90)]
