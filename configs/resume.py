@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.drafter_shape import DrafterShape, shape_as_dict
 from configs.run_files import newest_step, read_trained
 
 Identity = Mapping[str, Any]
@@ -28,6 +29,11 @@ def conflicts(saved: Identity, now: Identity, checkpoint: str) -> list[str]:
         for name in saved
         if name in now and _plain(saved[name]) != _plain(now[name])
     ]
+
+
+def with_drafter(identity: Identity, shape: DrafterShape) -> dict[str, Any]:
+    """Add the drafter's shape to what a checkpoint is bound to."""
+    return {**identity, **{f"drafter: {key}": value for key, value in shape_as_dict(shape).items()}}
 
 
 def handover_fault(run_dir: Path, step: int, description: Mapping[str, Any]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from configs.drafter_shape import drafter_shape, shape_as_dict
+from configs.drafter_shape import drafter_shape
 from configs.load import ConfigError
-from configs.resume import conflicts, handover_fault
+from configs.resume import conflicts, handover_fault, with_drafter
 from configs.schema import Config
 from consumer.checkpoint import Checkpoint, newest_checkpoint
 from consumer.saver import Handed, read_handed
@@ -17,8 +17,7 @@ from shm_ring.handover import Handover
 
 def identity_of(config: Config, plan: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint of this run is bound to."""
-    shape = shape_as_dict(drafter_shape(config.drafter, plan["target"], plan["draft_vocab"]))
-    return {**plan.get("identity", {}), **{f"drafter: {key}": value for key, value in shape.items()}}
+    return with_drafter(plan.get("identity", {}), drafter_shape(config.drafter, plan["target"], plan["draft_vocab"]))
 
 
 def find_saved(

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from configs.drafter_shape import drafter_shape
+from configs.drafter_shape import DrafterShape, drafter_shape
 from configs.facts import Facts
 from configs.schema import Config
-from consumer.memory import estimate_of
+from consumer.memory import checkpoint_bytes, estimate_of
 from producer import packed_recurrent
+from producer.corpus.sources import check_files
+from producer.drafter_check import check_drafter
 from producer.packed import KINDS, LINEAR, CannotPack
-from producer.prepare import slot_spec
+from producer.prepare import identity_of, slot_spec
 from producer.target import TargetDescription, TargetError, describe_target, find_trunk
 from producer.target_source import TargetFolder, find_target
 from producer.trunk import model_class
@@ -41,10 +43,15 @@ class TargetSize(NamedTuple):
 
 
 def find_facts(config: Config, on_gpu: bool) -> Facts:
-    """Find what there is to know. Raises TargetNotFound, TargetError, ValueError for an impossible drafter."""
+    """Find what there is to know, and judge the files it needs as a run would.
+
+    Raises TargetNotFound, TargetError, SourceError; ConfigError for a drafter that could not start.
+    """
     folder = find_target(config.target.model, config.target.revision, lambda _line: None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
+    check_files(config.data.sources)
+    check_drafter(Path(config.run.folder) / config.run.name, config, target, identity_of(config, target, folder.path))
     size, step = target_size(folder.path, target), estimate_of(config, target.as_dict())
     slot_bytes = slot_spec(config, target, "0" * 64).slot_bytes
     return Facts(
@@ -55,6 +62,7 @@ def find_facts(config: Config, on_gpu: bool) -> Facts:
         _target_bytes(config, target, size, slot_bytes),
         step.total_bytes,
         str(step),
+        _checkpoint_bytes(config, target, on_gpu),
     )
 
 
@@ -118,10 +126,21 @@ def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetS
     ]
 
 
-def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
+def _shape(config: Config, target: TargetDescription) -> DrafterShape:
+    """The drafter's, with a reduced head of the right size."""
     vocab = config.drafter.draft_vocab_size
     reduced = list(range(vocab)) if vocab is not None and vocab < target.vocab_size else None
-    shape = drafter_shape(config.drafter, target.as_dict(), reduced)
+    return drafter_shape(config.drafter, target.as_dict(), reduced)
+
+
+def _checkpoint_bytes(config: Config, target: TargetDescription, on_gpu: bool) -> int:
+    precision = config.training.precision
+    in_float32 = precision == "float32" or (precision == "auto" and not on_gpu)
+    return checkpoint_bytes(_shape(config, target).num_parameters, in_float32, config.optimizer.name == "muon")
+
+
+def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
+    shape = _shape(config, target)
     return [
         f"drafter: {shape.num_parameters / 1e6:.1f} million parameters, {shape.num_layers} layers "
         f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {_anchors(config)} anchors a "

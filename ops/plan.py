@@ -7,19 +7,21 @@ Refuses, in one line with its exit code, what cannot work: a device or a data fi
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from configs.facts import Facts
-from configs.load import ConfigError
+from configs.load import ConfigError, require_sources
 from configs.schema import Config
-from ops.devices import Map, find_gpus, place
+from ops.devices import Map, find_gpus, missing_gpus, place, with_missing
 from ops.errors import NoResource
 from ops.gpu import read_gpus
 from ops.paths import TARGET
-from shm_ring.layout import DATA_OFFSET, slot_stride
+from shm_ring.handover import ROOM_SHARE
+from shm_ring.layout import ring_bytes, slot_stride
 
 CONTEXT_BYTES = 1.5e9
 """What a process costs on a GPU before its first tensor, with the libraries' workspaces."""
@@ -29,37 +31,58 @@ FindFacts = Callable[[Config, bool], Facts]
 
 
 class Machine(NamedTuple):
-    """What there is to run on. GPU ids as CUDA takes them; bytes of each GPU (0: not known), and free in /dev/shm."""
+    """What there is to run on. GPU ids as CUDA takes them; bytes of each GPU (0: not known), and free in /dev/shm.
+
+    `disk_free_bytes`: where the run's folder would be; None: not known.
+    """
 
     gpus: list[str]
     gpu_bytes: list[int]
     shm_free_bytes: int
     cores: int
+    disk_free_bytes: int | None = None
 
 
-def this_machine() -> Machine:
-    """Look at this machine; GPU memory is known where nvidia-ml-py is installed."""
+def this_machine(folder: Path) -> Machine:
+    """Look at this machine; GPU memory is known where nvidia-ml-py is installed. `folder`: where runs are kept."""
     shm = os.statvfs("/dev/shm")
     gpus, found = find_gpus(), {str(gpu["index"]): int(gpu["memory_total_bytes"]) for gpu in read_gpus()}
     sizes = [found.get(gpu, 0) for gpu in gpus]
-    return Machine(gpus, sizes, shm.f_bavail * shm.f_frsize, len(os.sched_getaffinity(0)))
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    disk = shutil.disk_usage(there).free
+    return Machine(gpus, sizes, shm.f_bavail * shm.f_frsize, len(os.sched_getaffinity(0)), disk)
 
 
 def plan(config: Config, find_facts: FindFacts, machine: Machine | None = None) -> list[str]:
-    """Word the plan of a configuration. Raises ConfigError, NoResource, and what `find_facts` raises."""
-    machine = machine or this_machine()
+    """Word the plan of a configuration. Raises ConfigError, NoResource, and what `find_facts` raises.
+
+    GPUs that are not here are planned with all the same, and a warning: it may run on another machine.
+    """
+    require_sources(config)
+    machine = machine or this_machine(Path(config.run.folder))
+    elsewhere = missing_gpus(config, machine.gpus)
+    if elsewhere:
+        gpus = with_missing(config, machine.gpus)
+        machine = machine._replace(gpus=gpus, gpu_bytes=machine.gpu_bytes + [0] * (len(gpus) - len(machine.gpus)))
     places = place(config, machine.gpus, machine.cores)
     missing = [path for source in config.data.sources if (path := _missing(source.path))]
     if missing:
         raise ConfigError([f"data.sources: no such file or folder: {path}" for path in missing])
     facts = find_facts(config, places.of(TARGET)[0].gpu is not None)
+    rings = _rings(config, facts.slot_bytes, machine)
+    if rings.fault and not elsewhere:
+        raise NoResource(rings.fault)
+    saved = _checkpoints(config, facts.checkpoint_bytes, machine, rings.num_bytes)
+    warnings = [f"{elsewhere}; planned for a machine that has them, a run here is refused"] if elsewhere else []
+    warnings += [*filter(None, [rings.fault, *saved[1]]), *places.warnings, *facts.warnings]
     return [
         *facts.target_lines,
         *_device_lines(places),
-        *_ring_lines(config, facts.slot_bytes, machine),
+        rings.line,
+        *saved[0],
         *facts.drafter_lines,
         *_memory_lines(places, machine, facts),
-        *(f"warning: {line}" for line in [*places.warnings, *facts.warnings]),
+        *(f"warning: {line}" for line in warnings),
     ]
 
 
@@ -73,19 +96,54 @@ def _device_lines(places: Map) -> list[str]:
     return ["devices:", *(f"  {line.line}" for line in places.placements)]
 
 
-def _ring_lines(config: Config, slot_bytes: int, machine: Machine) -> list[str]:
-    """Word the rings. Raises NoResource if /dev/shm has less free than they take."""
+class _Rings(NamedTuple):
+    """What the rings take, and what is wrong with that, if anything."""
+
+    line: str
+    num_bytes: int
+    fault: str
+
+
+def _rings(config: Config, slot_bytes: int, machine: Machine) -> _Rings:
+    """Count the rings' shared memory: their slots begin at multiples of 2 MiB."""
     num_rings, slots = len(config.target.devices), config.ring.num_slots
-    needed = num_rings * (DATA_OFFSET + slots * slot_stride(slot_bytes))
-    if needed > machine.shm_free_bytes:
-        raise NoResource(
-            f"ring: {num_rings} ring(s) of {slots} slots need {_gb(needed)} of /dev/shm, {_gb(machine.shm_free_bytes)} "
-            "are free; lower ring.num_slots or pack.tokens, or give the container more (--shm-size)"
+    needed, free = num_rings * ring_bytes(slots, slot_bytes), machine.shm_free_bytes
+    fault = (
+        f"ring: {num_rings} ring(s) of {slots} slots need {_gb(needed)} of /dev/shm, {_gb(free)} "
+        "are free; lower ring.num_slots or pack.tokens, or give the container more (--shm-size)"
+    )
+    line = (
+        f"ring: {num_rings} of {slots} slots of {slot_stride(slot_bytes) / 1e6:.1f} MB ({config.pack.tokens} tokens, "
+        f"{slot_bytes / 1e6:.1f} MB), {_gb(needed)} of {_gb(free)} free in /dev/shm"
+    )
+    return _Rings(line, needed, fault if needed > free else "")
+
+
+def _checkpoints(config: Config, each: int, machine: Machine, rings_bytes: int) -> tuple[list[str], list[str]]:
+    """Word what checkpoints take in memory and on disk, and what is too much of it: no run is refused for that.
+
+    On disk: those that are kept, the initial one, and twice one's size must be free to write another.
+    """
+    keep, free = config.checkpoint.keep, machine.disk_free_bytes
+    most = (keep + 1 + 2) * each
+    where = f"of {_gb(free)} free" if free is not None else "free space not known"
+    lines = [f"checkpoints: {_gb(each)} each; on disk up to {_gb(most)} {where} in {config.run.folder} "
+             f"(checkpoint.keep {keep}, the initial one, and twice the size while one is written)"]  # fmt: skip
+    faults = []
+    if free is not None and most > free:
+        faults.append(
+            f"checkpoints: up to {_gb(most)} are needed in {config.run.folder}, {_gb(free)} are free: one that does "
+            "not fit is not written; lower checkpoint.keep, or set run.folder elsewhere"
         )
-    return [
-        f"ring: {num_rings} of {slots} slots of {slot_bytes / 1e6:.1f} MB ({config.pack.tokens} tokens), "
-        f"{_gb(needed)} of {_gb(machine.shm_free_bytes)} free in /dev/shm"
-    ]
+    if config.checkpoint.handover:
+        lines.append(f"  {_gb(each)} of /dev/shm beside the rings: the copy that is written, or handed to a restart")
+        if each > ROOM_SHARE * (machine.shm_free_bytes - rings_bytes):
+            faults.append(
+                f"checkpoints: the rings leave {_gb(max(0, machine.shm_free_bytes - rings_bytes))} of /dev/shm, "
+                f"{_gb(each)} do not fit: copies are made in other memory, and a restart of the drafter goes "
+                "through the disk"
+            )
+    return lines, faults
 
 
 def _memory_lines(places: Map, machine: Machine, facts: Facts) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import transformers
 
-from configs.load import ConfigError, load_config
+from configs.load import ConfigError, load_config, require_sources
 from configs.pack import pack_fields
-from configs.resume import conflicts, named
+from configs.resume import named
 from configs.run_files import RANDOM_WEIGHTS, plan_path, write_atomically
 from configs.schema import Config
 from ops.telemetry import Log
@@ -31,6 +31,7 @@ from producer.corpus.schedule import schedule_of
 from producer.corpus.selection import select
 from producer.corpus.sources import SourceError
 from producer.corpus.tokenizing import TokenizingFailed
+from producer.drafter_check import check_drafter, check_resume
 from producer.target import TargetDescription, TargetError, describe_target
 from producer.target_source import TargetNotFound, find_target
 from shm_ring import Field, SlotSpec
@@ -57,21 +58,18 @@ def main() -> int:
 
 
 def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, Any]:
-    """Find the target, read the data, plan the packs; writes and returns the plan."""
+    """Find the target, read the data, plan the packs; writes and returns the plan. Refuses what could not start."""
+    require_sources(config)
     folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
     log("target", mask_token=target.mask_token_id, taps=target.target_layer_ids, dtype=target.dtype)
+    identity = identity_of(config, target, folder.path)
+    check_drafter(run_dir, config, target, identity)
     report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log)
     documents = Documents(run_dir / "data")
     check_tokens(documents, target, tokenizer)
-    identity = {
-        "target.model": named(target.name, target_digest(folder.path)),
-        "target.target_layer_ids": list(target.target_layer_ids),
-        "pack.tokens": config.pack.tokens,
-        "data": named(f"{len(documents)} documents, {report.tokens} tokens", digest),
-        "run.seed": config.run.seed,
-    }
+    identity["data"] = named(f"{len(documents)} documents, {report.tokens} tokens", digest)
     check_resume(run_dir, identity)
     schedule = schedule_of(documents, digest, config)
     if not schedule.num_packs:
@@ -95,6 +93,16 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     }
     write_atomically(plan_path(run_dir), json.dumps(plan, indent=1))
     return plan
+
+
+def identity_of(config: Config, target: TargetDescription, folder: Path) -> dict[str, Any]:
+    """What a checkpoint of this run is bound to, without its data and its drafter."""
+    return {
+        "target.model": named(target.name, target_digest(folder)),
+        "target.target_layer_ids": list(target.target_layer_ids),
+        "pack.tokens": config.pack.tokens,
+        "run.seed": config.run.seed,
+    }
 
 
 def prepare_data(run_dir: Path, config: Config, tokenizer: Any, folder: Path, log: Log) -> tuple[DataReport, str]:
@@ -173,19 +181,6 @@ def target_digest(folder: Path) -> str:
         with file.open("rb") as weights:
             digest.update(f"{file.name} {file.stat().st_size}".encode() + weights.read(HEADER_BYTES))
     return digest.hexdigest()
-
-
-def check_resume(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint that was trained with other taps, packs, data or target. Raises ConfigError."""
-    saved = [path for path in (run_dir / "checkpoints").glob("step-*/complete.json") if path.parent.name != "step-0"]
-    if saved:
-        newest = max((path.parent for path in saved), key=lambda path: int(path.name.removeprefix("step-")))
-        try:
-            meta = json.loads((newest / "checkpoint.json").read_text())
-        except (OSError, ValueError):  # damaged: the drafter rejects it, takes an older one and looks again
-            return
-        if differing := conflicts(meta.get("identity", {}), identity, str(newest)):
-            raise ConfigError(differing)
 
 
 def check_tokens(documents: Documents, target: TargetDescription, tokenizer: Any) -> None:

@@ -119,7 +119,8 @@ def test_two_targets_share_the_packs_also_when_one_is_killed(tiny: Tiny) -> None
     [
         ("target.model=/nowhere/at/all", 2, "no folder /nowhere/at/all"),
         ("target.target_layer_ids=[1,99]", 2, "distinct ids in 0..5"),
-        ("data.sources=[]", 3, "no usable document"),
+        ("data.sources=[]", 3, "data.sources: expected at least one source, got none"),
+        ("drafter.init_from=/nowhere", 2, "drafter.init_from: /nowhere: expected an exported drafter's folder"),
         ("data.sources=[{path: /nowhere.jsonl}]", 3, "data.sources.0.path"),
         ("drafter.blok_size=8", 2, "did you mean drafter.block_size?"),
     ],
@@ -154,6 +155,7 @@ def test_t08_a_last_checkpoint_that_cannot_be_written_ends_with_5_and_another_sh
     tiny.launch("--set", "training.max_steps=9", "--set", "drafter.num_layers=2", *without_evaluation)
     code, out = tiny.end()
     assert code == 2, out
-    assert "num_layers" in out
+    assert "drafter: num_layers: " in out
+    assert "drafter0" not in out, "refused before a process was started"
     assert (tiny.dir / "checkpoints" / "step-5").is_dir()
     tiny.assert_nothing_left()

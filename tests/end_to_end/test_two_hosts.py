@@ -123,7 +123,9 @@ def test_a_host_that_does_not_fit_is_refused_on_both_hosts_by_name(tmp_path: Pat
     override, code, words = REFUSALS[name]
     launched = []
     for node in (0, 1):
-        (tmp_path / f"{node}.yaml").write_text("target: {devices: [cpu]}\ntraining: {devices: [cpu]}\n")
+        (tmp_path / f"{node}.yaml").write_text(
+            "target: {devices: [cpu]}\ntraining: {devices: [cpu]}\ndata: {sources: [{path: read-by-none.jsonl}]}\n"
+        )
         options = ["--nnodes", "2", "--node-rank", str(node), "--rdzv", f"127.0.0.1:{29500 + os.getpid() % 500}"]
         options += ["--set", f"run.folder={tmp_path / str(node)}", "--name", f"refused{os.getpid()}"]
         options += ["--set", override] if node == 1 else []

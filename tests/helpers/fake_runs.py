@@ -31,6 +31,7 @@ class Runs:
         self.environment = os.environ | {"DFLASH_RUNTIME_DIR": str(folder / "s"), "CUDA_VISIBLE_DEVICES": ""}
         (folder / "c.yaml").write_text(
             "target: {devices: [cpu]}\ntraining: {devices: [cpu]}\nring: {num_slots: 4}\n"
+            "data: {sources: [{path: read-by-none.jsonl}]}\n"
             "supervisor: {backoff_s: 0.05, stop_timeout_s: 4}\n"
         )
 

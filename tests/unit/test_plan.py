@@ -15,6 +15,7 @@ from evaluation.facts import find_facts, target_size
 from ops.errors import NoResource
 from ops.plan import Machine, plan
 from producer import packed_recurrent
+from producer.corpus.sources import SourceError
 from producer.target import describe_target
 from tests.helpers.families import make_family
 from tests.helpers.tiny_target import make_tokenizer, save_target, write_chats
@@ -24,7 +25,8 @@ CPU = Machine([], [], 10**10, 2)
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    return config_from({"target": {"model": str(folder), "num_taps": 3, "devices": ["auto"]}}, list(overrides))
+    raw = {"target": {"model": str(folder), "num_taps": 3, "devices": ["auto"]}}
+    return config_from(raw | {"data": {"sources": [{"path": str(write_chats(folder / "chats.jsonl", 1))}]}}, overrides)
 
 
 def text_of(folder: Path, machine: Machine = CPU, *overrides: str) -> str:
@@ -116,6 +118,22 @@ def test_l10_missing_data_files_are_listed_each_and_packages_are_not_looked_for(
     assert "pydoc" not in str(no.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.sources=[]", "data.sources: expected at least one source, got none"),
+        ("data.sources=[{path: SELF/config.json}]", "data.sources.0.path: SELF/config.json: expected one of .jsonl"),
+        ("drafter.init_from=/no/such", "drafter.init_from: /no/such: expected an exported drafter's folder"),
+        ("drafter.num_attention_heads=3", "drafter shape: 3 heads, 2 kv heads"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(override: str, words: str, tmp_path: Path) -> None:
+    folder = save_target(tmp_path)
+    with pytest.raises((ConfigError, SourceError)) as no:
+        text_of(folder, CPU, override.replace("SELF", str(folder)))
+    assert str(no.value).startswith(words.replace("SELF", str(folder)))
+
+
 @pytest.mark.parametrize(("tokens", "warned"), [(64, True), (256, False)])
 def test_p10_training_context_much_shorter_than_the_targets_is_warned_about(
     tokens: int, warned: bool, tmp_path: Path
@@ -126,7 +144,10 @@ def test_p10_training_context_much_shorter_than_the_targets_is_warned_about(
 
 def test_l10_the_command_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(f"target:\n  model: {save_target(tmp_path / 'target')}\n  num_taps: 3\n")
+    chats = write_chats(tmp_path / "chats.jsonl", 1)
+    path.write_text(
+        f"target:\n  model: {save_target(tmp_path / 'target')}\n  num_taps: 3\ndata: {{sources: [{{path: {chats}}}]}}\n"
+    )
     command = [sys.executable, "launch.py", "plan", str(path), "--set", "pack.tokens=256"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(

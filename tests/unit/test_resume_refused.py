@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from configs.drafter_shape import drafter_shape, tensor_shapes
 from configs.load import ConfigError, config_from
 from configs.resume import conflicts
-from configs.schema import Config
+from configs.schema import Config, DrafterConfig, TargetConfig
 from consumer.checkpoint import Contents, save_checkpoint
+from consumer.export.facts import DrafterFacts
+from consumer.export.folder import write_export
+from consumer.resume import identity_of
 from ops.changes import change_on_restart
 from ops.telemetry import Log
 from producer.prepare import prepare
-from tests.helpers.tiny_target import save_target, write_chats
+from producer.target import describe_target
+from tests.helpers.tiny_target import make_tokenizer, save_target, write_chats
 
 
 class Run:
@@ -41,7 +46,7 @@ class Run:
         return prepare(self.run_dir, self.config(*overrides), Log("prepare", 0), on_gpu=False)
 
     def save(self, step: int, plan: dict[str, Any]) -> None:
-        meta = {"identity": plan["identity"]}
+        meta = {"identity": identity_of(self.config(), plan)}
         weights = {"w": torch.ones(1)}
         contents = Contents(step, weights, {"s": torch.ones(1)}, frozenset({0}), meta)
         save_checkpoint(self.run_dir / "checkpoints", contents)
@@ -63,6 +68,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("pack.tokens=256", "pack.tokens", ("128", "256")),
         ("run.seed=3", "run.seed", ("0", "3")),
         ("data.heldout_documents=4", "data", ("20 documents", "16 documents")),
+        ("drafter.block_size=8", "drafter: block_size", ("16", "8")),
+        ("drafter.layout=mixed", "drafter: layer_types", ("sliding_attention", "full_attention")),
+        ("drafter.draft_vocab_size=64", "drafter: draft_vocab_size", ("None", "64")),
     ],
 )
 def test_a_change_that_would_be_silently_wrong_is_refused(
@@ -94,6 +102,59 @@ def test_hyperparameters_and_numbers_of_processes_may_change(run: Run) -> None:
     more = ["optimizer.lr=1e-5", "loss.gamma=3", "loss.decay=dpace", "anchors.num=9", "training.epochs=3"]
     plan = run.prepare(*more, "target.devices=[cpu, cpu]", "training.devices=[cpu, cpu]")
     assert plan["num_packs"] > 0
+
+
+def test_another_drafter_is_refused_before_the_data_are_read(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"^drafter: block_size: \S+/step-7 was trained with 16, this run has 8; "):
+        run.prepare("drafter.block_size=8", "data.sources=[{path: /nowhere.jsonl}]")
+    with pytest.raises(ConfigError, match="drafter shape: 3 heads, 2 kv heads"):
+        run.prepare("drafter.num_attention_heads=3", "data.sources=[{path: /nowhere.jsonl}]")
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported drafter of one layer, from the taps [1, 4]."""
+    folder = tmp_path_factory.mktemp("export")
+    target = describe_target(
+        save_target(folder / "target"), "t", TargetConfig(target_layer_ids=(1, 4)), make_tokenizer(), on_gpu=False
+    )
+    shape = drafter_shape(DrafterConfig(num_layers=1), target.as_dict(), None)
+    facts = DrafterFacts(shape, (1, 4), "float32", 512, 1, (2,), 0, 6)
+    weights = {name: torch.zeros(size) for name, size in tensor_shapes(shape).items()}
+    for name in ("zlab", "speculators"):
+        write_export(folder / name, name, facts, weights, {}, {})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["zlab", "speculators"])
+def test_initial_weights_that_cannot_be_are_refused_before_the_data_are_read(
+    name: str, export: Path, tmp_path: Path
+) -> None:
+    fresh, folder = Run(tmp_path), export / name
+
+    def refused(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            fresh.prepare("data.sources=[{path: /nowhere.jsonl}]", *overrides)
+        (line,) = caught.value.problems
+        return line
+
+    one_layer, other_taps = "drafter.num_layers=1", "target.target_layer_ids=[1, 5]"
+    (tmp_path / "empty").mkdir()
+    for path, got in ((tmp_path / "none", "no such folder"), (tmp_path / "empty", "a folder without them")):
+        assert refused(f"drafter.init_from={path}") == (
+            f"drafter.init_from: {path}: expected an exported drafter's folder (config.json, *.safetensors), got {got}"
+        )
+    ours = f"drafter.init_from={folder}"
+    assert "its layers.1.input_layernorm.weight is none, this run's drafter has [64]" in refused(ours)
+    assert "its fc.weight is [64, 128], this run's drafter has [64, 192]" in refused(
+        ours, one_layer, "target.target_layer_ids=[1, 2, 4]"
+    )
+    assert "learnt from layers [1, 4], this run taps [1, 5]" in refused(ours, one_layer, other_taps)
+    assert fresh.prepare(ours, one_layer)["num_packs"] > 0
+
+
+def test_initial_weights_are_not_looked_for_where_a_checkpoint_has_the_weights(run: Run) -> None:
+    assert run.prepare("drafter.init_from=/nowhere")["num_packs"] > 0
 
 
 def test_initial_weights_alone_bind_nothing(tmp_path: Path) -> None:
