@@ -40,7 +40,10 @@ class DrafterShape:
 
     def __post_init__(self) -> None:
         _refuse(self.attention_bias, "attention_bias: the drafter has none, got true")
-        _refuse(self.num_heads % self.num_kv_heads != 0, f"{self.num_heads} heads, {self.num_kv_heads} kv heads")
+        _refuse(
+            self.num_heads % self.num_kv_heads != 0,
+            f"{self.num_heads} heads, {self.num_kv_heads} kv heads: the first must be a multiple of the second",
+        )
         _refuse(self.head_dim % 2 != 0, f"head_dim must be even for the rotation, got {self.head_dim}")
         _refuse(self.block_size < 2, f"block_size must be at least 2, got {self.block_size}")
         _refuse(
