@@ -15,3 +15,4 @@ class Facts(NamedTuple):
     target_bytes: int  # largest on its GPU, from loading to reading
     step_bytes: int  # the drafter's step at its peak
     step_line: str
+    checkpoint_bytes: int  # of one, on disk or in memory

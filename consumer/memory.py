@@ -75,6 +75,14 @@ def estimate_of(config: Config, target: Mapping[str, Any], draft_vocab_size: int
     )
 
 
+def checkpoint_bytes(num_parameters: int, in_float32: bool, muon: bool) -> int:
+    """Bytes of a checkpoint, which are those of the state that a drafter hands over in memory (consumer/saver.py).
+
+    Weights, float32 masters of bfloat16 ones, and AdamW's two moments; of Muon, which takes nearly all weights, one.
+    """
+    return num_parameters * ((4 if in_float32 else 2 + 4) + (4 if muon else 8))
+
+
 def require(found: MemoryEstimate, free_bytes: int, what: str) -> None:
     """Refuse a step that is larger than what is free. Raises TooLarge."""
     if found.total_bytes > free_bytes:

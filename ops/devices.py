@@ -19,6 +19,7 @@ from configs.schema import Config
 from ops.paths import DRAFTER, TARGET, label
 
 _SMI_TIMEOUT_S = 20
+_CUDA = re.compile(r"cuda:[0-9]{1,4}(\+[0-9]{1,4})*")
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ def place(config: Config, gpus: list[str], cores: int) -> Map:
     """Give every process its device and threads; raises ConfigError for devices that are not there."""
     asked = [(TARGET, rank, text) for rank, text in enumerate(config.target.devices)]
     asked += [(DRAFTER, rank, text) for rank, text in enumerate(config.training.devices)]
-    problems = [f"{_key(role)}: {why}" for role, _, text in asked if (why := _problem(text, gpus, role))]
+    problems = [f"{_key(role)}: {why}" for role, _, text in asked if (why := _problem(text, role))]
     if not config.target.devices or not config.training.devices:
         problems.append("target.devices and training.devices: expected at least one entry each")
+    if not problems and (missing := missing_gpus(config, gpus)):
+        problems.append(f"{missing}; correct the list or CUDA_VISIBLE_DEVICES, or go to a machine that has them")
     if problems:
         raise ConfigError(problems)
     used = Counter(gpu for _, _, text in asked for gpu in _named(text, gpus))
@@ -111,6 +114,24 @@ def place(config: Config, gpus: list[str], cores: int) -> Map:
         placements.append(Placement(role, rank, gpu, threads))
     _check_drafters([each.gpu for each in placements if each.role == DRAFTER])
     return Map(tuple(placements), (*_warnings(placements, cores), *_type_warnings(config, placements)))
+
+
+def missing_gpus(config: Config, gpus: list[str]) -> str:
+    """Say in one line which GPUs are asked for and are not among `gpus`; empty if all are there."""
+    asked = [(_key(TARGET), config.target.devices), (_key(DRAFTER), config.training.devices)]
+    absent = [(key, text) for key, entries in asked for text in entries if max(_numbers(text), default=-1) >= len(gpus)]
+    if not absent:
+        return ""
+    keys, texts = (", ".join(dict.fromkeys(each)) for each in zip(*absent, strict=True))
+    seen = f"GPUs {', '.join(gpus)}" if gpus else "no GPU"
+    return f"{keys}: {texts} asked, but {len(gpus)} can be used here ({seen})"
+
+
+def with_missing(config: Config, gpus: list[str]) -> list[str]:
+    """`gpus`, and as many more as the configuration asks for: of another machine."""
+    entries = [*config.target.devices, *config.training.devices]
+    wanted = 1 + max((number for text in entries for number in _numbers(text)), default=-1)
+    return gpus + [f"cuda:{number}" if gpus else f"{number}" for number in range(len(gpus), wanted)]
 
 
 def _check_drafters(gpus: list[str | None]) -> None:
@@ -128,20 +149,22 @@ def _key(role: str) -> str:
 
 def _named(text: str, gpus: list[str]) -> list[str]:
     """The GPUs that an entry names: one, or several for one target."""
-    return [gpus[int(number)] for number in text[5:].split("+")] if text.startswith("cuda:") else []
+    return [gpus[number] for number in _numbers(text)]
 
 
-def _problem(text: str, gpus: list[str], role: str) -> str:
+def _numbers(text: str) -> list[int]:
+    """The numbers in an entry: of `cuda:1+2`, 1 and 2; none of any other word."""
+    return [int(number) for number in text[5:].split("+")] if _CUDA.fullmatch(text) else []
+
+
+def _problem(text: str, role: str) -> str:
     if text in ("cpu", "auto"):
         return ""
-    if not re.fullmatch(r"cuda:[0-9]{1,4}(\+[0-9]{1,4})*", text):
+    numbers = _numbers(text)
+    if not numbers:
         return f"expected cpu, auto or cuda:N, got {text!r} (several GPUs for one target: cuda:N+M)"
-    numbers = [int(number) for number in text[5:].split("+")]
     if len(numbers) > 1 and (role != TARGET or len(set(numbers)) < len(numbers)):
         return f"{text}: only a target goes over several GPUs, each named once"
-    if max(numbers) >= len(gpus):
-        seen = f"GPUs {', '.join(gpus)}" if gpus else "no GPU"
-        return f"{text} asked, but {len(gpus)} can be used here ({seen}); correct the list or CUDA_VISIBLE_DEVICES"
     return ""
 
 

@@ -12,7 +12,7 @@ from ops.doctor_machine import hybrid_kernels, is_hybrid
 from ops.paths import TARGET
 from ops.run_folder import find_run, read_json
 from shm_ring import SlotSpec
-from shm_ring.layout import DATA_OFFSET, slot_stride
+from shm_ring.layout import ring_bytes, slot_stride
 
 
 def examine(subject: str, against: str | None, folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def _ring_lines(run_dir: Path) -> list[str]:
     if "slot_spec" not in plan:
         return []
     config = load_config(run_dir / "config.yaml")
-    stride = slot_stride(SlotSpec.from_json(plan["slot_spec"]).slot_bytes)
+    slot_bytes = SlotSpec.from_json(plan["slot_spec"]).slot_bytes
     rings, slots = len(config.target.devices), config.ring.num_slots
-    total = rings * (DATA_OFFSET + slots * stride)
+    total, stride = rings * ring_bytes(slots, slot_bytes), slot_stride(slot_bytes)
     return [f"rings: {rings} of {slots} slots of {stride / 1e6:.1f} MB, {total / 1e9:.2f} GB in /dev/shm"]

@@ -109,12 +109,12 @@ def _rings(config: Config, slot_bytes: int, machine: Machine) -> _Rings:
     num_rings, slots = len(config.target.devices), config.ring.num_slots
     needed, free = num_rings * ring_bytes(slots, slot_bytes), machine.shm_free_bytes
     fault = (
-        f"ring: {num_rings} ring(s) of {slots} slots need {_gb(needed)} of /dev/shm, {_gb(free)} "
+        f"ring: {num_rings} ring(s) of {slots} slots need {_size(needed)} of /dev/shm, {_size(free)} "
         "are free; lower ring.num_slots or pack.tokens, or give the container more (--shm-size)"
     )
     line = (
-        f"ring: {num_rings} of {slots} slots of {slot_stride(slot_bytes) / 1e6:.1f} MB ({config.pack.tokens} tokens, "
-        f"{slot_bytes / 1e6:.1f} MB), {_gb(needed)} of {_gb(free)} free in /dev/shm"
+        f"ring: {num_rings} of {slots} slots of {slot_stride(slot_bytes) / 1e6:.1f} MB ({config.pack.tokens} tokens), "
+        f"{_size(needed)} of {_size(free)} free in /dev/shm"
     )
     return _Rings(line, needed, fault if needed > free else "")
 
@@ -126,21 +126,21 @@ def _checkpoints(config: Config, each: int, machine: Machine, rings_bytes: int) 
     """
     keep, free = config.checkpoint.keep, machine.disk_free_bytes
     most = (keep + 1 + 2) * each
-    where = f"of {_gb(free)} free" if free is not None else "free space not known"
-    lines = [f"checkpoints: {_gb(each)} each; on disk up to {_gb(most)} {where} in {config.run.folder} "
+    where = f"of {_size(free)} free" if free is not None else "(free: not known)"
+    lines = [f"checkpoints: {_size(each)} each; on disk up to {_size(most)} {where} in {config.run.folder} "
              f"(checkpoint.keep {keep}, the initial one, and twice the size while one is written)"]  # fmt: skip
     faults = []
     if free is not None and most > free:
         faults.append(
-            f"checkpoints: up to {_gb(most)} are needed in {config.run.folder}, {_gb(free)} are free: one that does "
-            "not fit is not written; lower checkpoint.keep, or set run.folder elsewhere"
+            f"checkpoints: up to {_size(most)} are needed in {config.run.folder}, {_size(free)} are free: one that "
+            "does not fit is not written; lower checkpoint.keep, or set run.folder elsewhere"
         )
     if config.checkpoint.handover:
-        lines.append(f"  {_gb(each)} of /dev/shm beside the rings: the copy that is written, or handed to a restart")
+        lines.append(f"  {_size(each)} of /dev/shm beside the rings: the copy that is written, or handed to a restart")
         if each > ROOM_SHARE * (machine.shm_free_bytes - rings_bytes):
             faults.append(
-                f"checkpoints: the rings leave {_gb(max(0, machine.shm_free_bytes - rings_bytes))} of /dev/shm, "
-                f"{_gb(each)} do not fit: copies are made in other memory, and a restart of the drafter goes "
+                f"checkpoints: the rings leave {_size(max(0, machine.shm_free_bytes - rings_bytes))} of /dev/shm, "
+                f"{_size(each)} do not fit: copies are made in other memory, and a restart of the drafter goes "
                 "through the disk"
             )
     return lines, faults
@@ -159,16 +159,16 @@ def _memory_lines(places: Map, machine: Machine, facts: Facts) -> list[str]:
         if gpu in known and need > known[gpu]:
             who = ", ".join(one.name for one in places.placements if gpu in one.gpus)
             raise NoResource(
-                f"GPU {gpu}: {who} need about {_gb(need)} (target {_gb(facts.target_bytes)}, {facts.step_line}), "
-                f"it has {_gb(known[gpu])}; use another GPU, more of them, fewer anchors (anchors.num or sizes) or "
+                f"GPU {gpu}: {who} need about {_size(need)} (target {_size(facts.target_bytes)}, {facts.step_line}), "
+                f"it has {_size(known[gpu])}; use another GPU, more of them, fewer anchors (anchors.num or sizes) or "
                 "a smaller pack.tokens"
             )
-        lines.append(f"  GPU {gpu}: {_gb(need)}" + (f" of {_gb(known[gpu])}" if gpu in known else ""))
+        lines.append(f"  GPU {gpu}: {_size(need)}" + (f" of {_size(known[gpu])}" if gpu in known else ""))
     return [
-        f"memory: target about {_gb(facts.target_bytes)}; {facts.step_line}",
+        f"memory: target about {_size(facts.target_bytes)}; {facts.step_line}",
         *(lines or ["  on the CPU: not checked"]),
     ]
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -160,6 +160,11 @@ def slot_stride(slot_bytes: int) -> int:
     return -(-max(slot_bytes, 1) // ALIGN_SLOT_BYTES) * ALIGN_SLOT_BYTES
 
 
+def ring_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Bytes of a ring's whole segment."""
+    return DATA_OFFSET + num_slots * slot_stride(slot_bytes)
+
+
 def pack_slot_header(buffer: memoryview, slot_index: int, header: tuple[int, ...]) -> None:
     """Write the fields of a SlotHeader; plain stores, made visible by the word's release store."""
     _SLOT_HEADER.pack_into(buffer, OFFSET_SLOT_HEADERS + SLOT_HEADER_BYTES * slot_index, *header)

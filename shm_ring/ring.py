@@ -48,10 +48,10 @@ class Ring:
         run_id = uuid.uuid4().bytes if run_id is None else run_id
         if len(run_id) != 16 or not 0 <= ring_index < 1 << 32:
             raise RingUsage(f"a run id has 16 bytes and a ring index 32 bits, got {len(run_id)} bytes and {ring_index}")
-        stride = layout.slot_stride(spec.slot_bytes)
         header = SegmentHeader(
-            magic=layout.MAGIC_RING, version=0, data_offset=0, segment_bytes=layout.DATA_OFFSET + num_slots * stride,
-            num_slots=num_slots, max_consumers=layout.MAX_CONSUMERS, stride_bytes=stride, digest=b"",
+            magic=layout.MAGIC_RING, version=0, data_offset=0, num_slots=num_slots,
+            segment_bytes=layout.ring_bytes(num_slots, spec.slot_bytes), max_consumers=layout.MAX_CONSUMERS,
+            stride_bytes=layout.slot_stride(spec.slot_bytes), digest=b"",
             capacity_bytes=spec.slot_bytes, run_id=run_id, created_ns=0, creator_pid=0, ring_index=ring_index,
         )  # fmt: skip
         return cls(segment.create(name, header, spec))

@@ -54,6 +54,15 @@ def test_a_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -
         place(_config(["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]), find_gpus(), cores=8)
 
 
+def test_gpus_that_are_not_there_are_one_line_however_many_are_asked_for() -> None:
+    asked = _config([f"cuda:{number}" for number in range(5)], ["cuda:5", "cuda:6", "cuda:7"])
+    with pytest.raises(ConfigError) as no:
+        place(asked, [], cores=8)
+    (line,) = no.value.problems
+    assert line.startswith("target.devices, training.devices: cuda:0, cuda:1, ")
+    assert "cuda:7 asked, but 0 can be used here (no GPU); " in line
+
+
 def test_drafters_that_could_not_add_up_their_gradients_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"training\.devices: 2 drafters on GPU 7; NCCL takes one a GPU"):
         place(_config(["cuda:0"], ["cuda:1", "cuda:1"]), ["5", "7"], cores=8)

@@ -42,7 +42,9 @@ def test_l10_it_says_what_was_found_and_every_size(tmp_path: Path) -> None:
         "in float32",
         "read packed",
         "target0: cpu, 1 threads",
-        "ring: 1 of 4 slots of 0.1 MB (128 tokens)",
+        "ring: 1 of 4 slots of 2.1 MB (128 tokens), 10.49 MB of 10.00 GB free in /dev/shm",
+        "checkpoints: 2.37 MB each; on disk up to 14.22 MB (free: not known) in runs (checkpoint.keep 3, ",
+        "2.37 MB of /dev/shm beside the rings",
         "drafter: ",
         "drafter step: ",
     ):
@@ -97,8 +99,40 @@ def test_a_gpu_that_is_too_small_is_refused_with_both_sides_named(tmp_path: Path
 
 
 def test_dev_shm_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoResource, match=r"ring: .* need .* of /dev/shm, 0\.06 GB are free"):
+    with pytest.raises(NoResource, match=r"ring: .* need .* of /dev/shm, 60\.00 MB are free"):
         text_of(save_target(tmp_path), Machine([], [], 60_000_000, 2))
+
+
+def test_gpus_that_are_not_here_are_planned_with_and_warned_about_in_one_line(tmp_path: Path) -> None:
+    devices = ("target.devices=[cuda:0, cuda:1]", "training.devices=[cuda:2]")
+    for machine, gpus, last in (
+        (CPU, "no GPU", "GPU 2"),
+        (Machine(["7"], [10**11], 10**10, 2), "GPUs 7", "GPU cuda:2"),
+    ):
+        text = text_of(save_target(tmp_path), machine, *devices)
+        missing = "cuda:0, cuda:1, cuda:2" if machine is CPU else "cuda:1, cuda:2"
+        said = [line for line in text.splitlines() if "asked" in line]
+        keys, here = "target.devices, training.devices", len(machine.gpus)
+        start = f"warning: {keys}: {missing} asked, but {here} can be used here ({gpus}); planned for a machine"
+        assert len(said) == 1
+        assert said[0].startswith(start)
+        assert f"drafter0: {last}, " in text
+        assert "memory: target about" in text
+    text = text_of(save_target(tmp_path), CPU._replace(shm_free_bytes=1000), *devices)
+    assert "warning: ring: 2 ring(s) of " in text
+
+
+def test_checkpoints_that_have_no_room_are_a_warning(tmp_path: Path) -> None:
+    folder = save_target(tmp_path)
+    rings = 2 * 2**20 + 4 * 2**21
+    settings = ("pack.tokens=128", "ring.num_slots=4", "checkpoint.keep=2")
+    text = text_of(folder, Machine([], [], rings + 1000, 2, 1000), *settings)
+    assert "warning: checkpoints: the rings leave 0.00 MB of /dev/shm, 2.37 MB do not fit" in text
+    assert "warning: checkpoints: up to 11.85 MB are needed in runs, 0.00 MB are free" in text
+    assert "warning: checkpoints" not in text_of(folder, Machine([], [], 10**9, 2, 10**9), *settings)
+    without = text_of(folder, Machine([], [], rings + 1000, 2, 10**9), *settings, "checkpoint.handover=false")
+    assert "beside the rings" not in without
+    assert "warning: checkpoints" not in without
 
 
 def test_l10_missing_data_files_are_listed_each_and_packages_are_not_looked_for(tmp_path: Path) -> None:

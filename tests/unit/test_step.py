@@ -12,6 +12,7 @@ from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.attention import dense_attention
 from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
+from consumer.memory import checkpoint_bytes
 from consumer.selfcheck import self_check
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
@@ -70,6 +71,15 @@ def pointers(step: TrainStep) -> list[int]:
 def test_it_learns_the_pack():
     found = losses(step_of(), 60)
     assert sum(found[-5:]) < 0.7 * sum(found[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_checkpoint_holds_is_as_large_as_plan_says(dtype):
+    step = step_of(dtype=dtype)
+    held = [*step.drafter.state_dict().values(), *step.state().values()]
+    parameters = sum(parameter.numel() for parameter in step.drafter.parameters())
+    expected = checkpoint_bytes(parameters, dtype == torch.float32, muon=False)
+    assert sum(tensor.nbytes for tensor in held) == pytest.approx(expected, rel=0, abs=64)  # step, updates, seed
 
 
 def test_dense_and_document_attention_train_alike():
