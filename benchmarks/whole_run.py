@@ -7,6 +7,9 @@ settled counts what the drafters released. The clock: counters of all rings, ask
 own status, from the first to the last answer; times the mean of valid tokens per pack. `--disturb`: then, in the given
 order, `restart drafter`, kill -9 of a target, kill -9 of the last drafter; nothing may be lost. The run is stopped
 gracefully, and its last checkpoint has to hold each pack once.
+
+Ctrl-C and SIGTERM stop the run and write what was measured so far. A run that fails is named with its last lines;
+the exit code is then the launcher's.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from configs.load import load_config
 from configs.run_files import from_ranges, read_plan
 from configs.schema import Config
 from ops import commands
+from ops.errors import OpsError
 from ops.gpu import read_gpus
 from ops.run import run_folder
+from ops.run_folder import last_lines
 
 READY_LIMIT_S = 400.0
 SETTLE_S = 5.0
+STOP_LIMIT_S = 180.0
 DOCUMENTS, MEDIAN, SIGMA, LONGEST = 4000, 600, 1.0, 8192
 
 
@@ -47,6 +53,10 @@ def write_documents(path: Path, count: int = DOCUMENTS, median: int = MEDIAN) ->
             file.write(json.dumps({"text": "".join(generator.choices(letters, k=length - 2))}) + "\n")
 
 
+class RunFailed(Exception):
+    """The run ended, or did not get where it should in time."""
+
+
 class Watched:
     """A run under way: its launcher, its folder, and what was seen of it."""
 
@@ -56,12 +66,24 @@ class Watched:
         self.samples: list[dict[str, Any]] = []
 
     def wait_until(self, what: Callable[[dict[str, Any]], bool], limit_s: float = READY_LIMIT_S) -> None:
-        """Wait for a state of the run; raises RuntimeError if it ends before."""
+        """Wait for a state of the run; raises RunFailed if it ends before."""
         give_up = time.monotonic() + limit_s
         while not what(commands.status(self.folder) if self.folder.exists() else {"processes": [], "rings": []}):
-            if self.process.poll() is not None or time.monotonic() > give_up:
-                raise RuntimeError(f"the run did not get there; see {self.folder}/logs")
+            if (code := self.process.poll()) is not None:
+                raise RunFailed(f"the run ended with code {code}")
+            if time.monotonic() > give_up:
+                raise RunFailed(f"the run did not get there within {limit_s:g} s")
             time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Stop the run gracefully, if it still goes on; at once at a second Ctrl-C or SIGTERM, or after a while."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_LIMIT_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self.process.kill()  # its processes notice, and leave
+            self.process.wait()
 
     def sample(self) -> None:
         """Note counters, occupancy, shares of waiting and use of the machine at this moment."""
@@ -207,7 +229,7 @@ def main() -> int:
     """Run, measure, disturb, stop, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="section.key=value")
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--disturb", nargs="*", choices=("restart", "target", "drafter"), default=[])
     parser.add_argument("--only-write", action="store_true", help="write the documents and leave, for a dry run")
@@ -227,28 +249,43 @@ def main() -> int:
         arguments.config,
         *(word for each in arguments.set for word in ("--set", each)),
     ]
-    with (arguments.out / "launch.log").open("wb") as log:
-        watched = Watched(config, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below "finally" is done
+    said = arguments.out / "launch.log"
+    with said.open("wb") as log:  # a session of its own: the terminal's Ctrl-C is passed on by stop(), once
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    watched = Watched(config, process)
     result: dict[str, Any] = {"run": config.run.name, "targets": len(config.target.devices)}
     result["drafters"] = len(config.training.devices)
     file = arguments.results or arguments.out / f"{config.run.name}.json"
     try:
-        result |= measure(watched, arguments.seconds)
-        result["back_after_s"] = {}
-        for what in arguments.disturb:
-            _write(file, result)  # the time may run out
-            result["back_after_s"][what] = round(disturb(watched, what), 1)
-        _write(file, result)
-        watched.process.send_signal(signal.SIGINT)
-        watched.process.wait(180)
-        result["records"] = check_records(watched.folder)
-        draw(watched, result, arguments.out / f"{config.run.name}.png")
+        _measure_all(watched, arguments, result, file)
+    except KeyboardInterrupt:
+        result["failed"] = "interrupted"
+        return 130
+    except (RunFailed, OpsError) as error:
+        result["failed"], code = str(error), process.poll()
+        watched.stop()
+        lines = "\n".join(f"    {line}" for line in last_lines(said))
+        print(f"{error}; the last lines of {said}:\n{lines}", file=sys.stderr)
+        return code if code is not None and code > 0 else 4
     finally:
-        if watched.process.poll() is None:
-            watched.process.kill()
-    _write(file, result)
+        watched.stop()
+        _write(file, result)
     print(json.dumps({key: value for key, value in result.items() if key != "occupancy"}))
     return 0
+
+
+def _measure_all(watched: Watched, arguments: argparse.Namespace, result: dict[str, Any], file: Path) -> None:
+    """Measure, disturb, stop and check; `result` has at each moment what is known."""
+    result |= measure(watched, arguments.seconds)
+    result["back_after_s"] = {}
+    for what in arguments.disturb:
+        _write(file, result)  # the time may run out
+        result["back_after_s"][what] = round(disturb(watched, what), 1)
+    _write(file, result)
+    watched.stop()
+    result["records"] = check_records(watched.folder)
+    draw(watched, result, arguments.out / f"{watched.config.run.name}.png")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def measure(run_dir: Path, config: Config) -> dict[str, float]:
     texts: dict[str, list[list[int]]] = {}
     for name, proposer in proposers.items():
         began = time.monotonic()
-        decoded = decode_all(verifier, proposer, prompts, config)
+        decoded = decode_all(verifier, proposer, prompts, config, name)
         results[f"heldout_accept_len_{name}"] = round(decoded.accept_len, 4)
         results[f"heldout_rounds_{name}"] = sum(map(len, decoded.accepted))
         texts[name] = decoded.tokens
@@ -88,13 +88,15 @@ def _initial(run_dir: Path, device: torch.device) -> Drafter | None:
         return None
 
 
-def decode_all(verifier: Verifier, proposer: Proposer, prompts: list[list[int]], config: Config) -> Decoded:
-    """Decode all prompts, `evaluation.batch_size` at a time."""
-    size = config.evaluation.batch_size
-    parts = [
-        decode(verifier, proposer, prompts[start : start + size], config.evaluation.max_new_tokens)
-        for start in range(0, len(prompts), size)
-    ]
+def decode_all(verifier: Verifier, proposer: Proposer, prompts: list[list[int]], config: Config, name: str) -> Decoded:
+    """Decode all prompts, `evaluation.batch_size` at a time.
+
+    Says how far it is, in place: the launcher shows a part that ends in a carriage return on a terminal alone.
+    """
+    size, parts = config.evaluation.batch_size, []
+    for start in range(0, len(prompts), size):
+        print(f"held-out accepted length, {name}: {start} of {len(prompts)} prompts", end="\r", flush=True)
+        parts.append(decode(verifier, proposer, prompts[start : start + size], config.evaluation.max_new_tokens))
     return Decoded([text for part in parts for text in part.tokens], [run for part in parts for run in part.accepted])
 
 

@@ -142,7 +142,7 @@ def _process(process: dict[str, Any], width: int) -> list[Text]:
         _number(process, "tokens_per_s", "{:,.0f} tokens/s"),
         _number(process, "starved_pct", "starved {:.0f} %"),
         _number(process, "blocked_pct", "blocked {:.0f} %"),
-        _number(process, "step_s", "{:.3f} s a step"),
+        _number(process, "step_s", "{:.3f} s a step" if process["role"] == DRAFTER else "{:.3f} s a pack"),
         f"{process['restarts']} restarts" if process.get("restarts") else "",
     ]
     lines = [line]

@@ -26,6 +26,8 @@ def test_a_run_ends_with_its_summary_and_leaves_nothing(runs: Runs) -> None:
     assert {"time", "role", "rank", "step", "loss", "occupancy"} <= runs.metrics("drafter")[0].keys()
     assert "target0: cpu" in out
     assert "held-out accepted length" in out
+    told = "evaluation: the target decodes all held-out prompts, up to 32 tokens each, with the first weights"
+    assert 0 < out.index(told) < out.index("evaluation: evaluating")
     runs.assert_nothing_left()
 
 
@@ -57,7 +59,10 @@ def test_a_killed_target_comes_back_and_the_drafter_stays(runs: Runs) -> None:
     runs.until_step(5)
     drafter = runs.process("drafter0")["pid"]
     os.kill(runs.process("target0")["pid"], signal.SIGKILL)
-    runs.until("a new target", lambda: runs.process("target0").get("restarts") == 1)
+    again = runs.until("a new target", lambda: (p := runs.process("target0")).get("restarts") == 1 and p)
+    assert again["packs"] >= 5, "those of its first life count"
+    assert f"{again['name']}: " in (said := runs.ask("status", runs.name).stdout)
+    assert " packs, 1 restarts" in said
     assert runs.process("drafter0")["pid"] == drafter
     code, out = end(launcher)
     assert code == 0, out

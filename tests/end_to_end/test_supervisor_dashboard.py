@@ -83,6 +83,7 @@ def test_a_run_of_the_past_is_shown_from_its_files(runs: Runs) -> None:
     assert runs.launch(steps=10).wait(LIMIT_S) == 0
     picture = json.loads(runs.ask("dashboard", runs.name, "--json").stdout)
     assert picture["state"] == "finished"
+    assert {process["state"] for process in picture["processes"]} == {"finished"}
     assert picture["rings"] == []
     assert next(p["step"] for p in picture["processes"] if p["name"] == "drafter0") == 10
     status = runs.ask("status", runs.name)

@@ -55,6 +55,11 @@ def test_the_verdict_follows_who_waits(starved: float, blocked: float, kind: str
     assert bool(verdict.advice) == (max(starved, blocked) >= 10)
 
 
+def test_a_run_that_is_over_is_judged_without_advice() -> None:
+    verdict = judge(40, 2, is_over=True)
+    assert verdict.line == "target-bound: at its end the drafter was starved 40 % of its time, the target blocked 2 %"
+
+
 def test_without_metrics_of_both_sides_there_is_no_verdict() -> None:
     assert judge(None, 3.0).kind == "unknown"
 
@@ -125,6 +130,8 @@ def test_metrics_appear_in_the_process_lines_and_the_verdict(run_dir: Path) -> N
     assert "12,345 tokens/s" in text
     assert "right per slot" in text
     assert "starved 60 %" in text
+    assert "unknown" not in text, "a run without a launcher has no uptime and no end ahead"
+    assert not picture["verdict"]["advice"]
 
 
 def _picture() -> dict[str, Any]:

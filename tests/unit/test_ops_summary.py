@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import launch
+from configs.load import config_from
+from ops.summary import ended_by
 
 SUMMARY = {
     "loss_first": 8.5, "loss_last": 4.535, "heldout_accept_len_before": 1.009, "heldout_accept_len_after": 1.467,
     "heldout_accept_len_bigram": 1.39, "heldout_accept_len_zero_context": None, "target_tokens_per_s": 333.6,
     "drafter_tokens_per_s": 1234.5, "steps": 3408, "packs_trained": 426, "packs_planned": 740,
-    "rows": "712 read = 648 used + 64 held out + 0 skipped",
+    "ended_by": "training.max_seconds (285 s)", "rows": "712 read = 648 used + 64 held out + 0 skipped",
 }  # fmt: skip
 
 
@@ -38,7 +40,23 @@ def test_the_table_of_an_ended_run_is_shown_again(
     assert shown["held-out accepted length, before -> after"] == "1.009 -> 1.467"
     assert shown["same drafter, context zeroed"] == "not measured"
     assert shown["packs trained"] == "426 of 740"
+    assert shown["ended by"] == "training.max_seconds (285 s)"
     assert shown["checkpoint"] == "runs/demo/checkpoints/step-3408"
+
+
+@pytest.mark.parametrize(
+    ("packs", "steps", "seconds", "expected"),
+    [
+        (740, 5920, 300.0, "all packs trained"),
+        (218, 1744, 285.1, "training.max_seconds (285 s)"),
+        (218, 2000, 200.0, "training.max_steps (2,000)"),
+        (218, 1744, 200.0, None),
+    ],
+)
+def test_what_ended_the_training_is_named(packs: int, steps: int, seconds: float, expected: str | None) -> None:
+    config = config_from({"training": {"max_seconds": 285, "max_steps": 2000}})
+    assert ended_by(config, {"packs_trained": packs, "steps": steps, "train_seconds": seconds}, 740) == expected
+    assert ended_by(config_from({}), {}, 740) is None
 
 
 def test_its_picture_is_an_svg_with_the_same_numbers(folder: Path, tmp_path: Path) -> None:
