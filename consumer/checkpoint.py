@@ -146,8 +146,7 @@ def _write(temporary: Path, contents: Contents) -> None:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary / file)
     facts = {"step": contents.step, "trained": to_ranges(contents.trained), **contents.meta}
     write_atomically(temporary / FILES[2], json.dumps(facts, indent=1))
-    for name in FILES:
-        _sync(temporary / name)
+    _sync([temporary / name for name in FILES])
     marker = {name: _describe(temporary / name) for name in FILES}
     write_atomically(temporary / "complete.json", json.dumps(marker, indent=1))
     _fsync(temporary)
@@ -209,15 +208,16 @@ def _describe(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _sync(path: Path) -> None:
+def _sync(paths: list[Path]) -> None:
     """As _fsync, in a process of its own: one that ends, or is killed, waits for its threads in fsync, up to 30 s."""
     try:
-        done = subprocess.run(["sync", str(path)], stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(["sync", *map(str, paths)], stderr=subprocess.PIPE, text=True, check=False)
     except FileNotFoundError:
-        _fsync(path)
+        for path in paths:
+            _fsync(path)
         return
     if done.returncode:
-        raise OSError(errno.EIO, done.stderr.strip() or "sync failed", str(path))
+        raise OSError(errno.EIO, done.stderr.strip() or "sync failed", str(paths[0].parent))
 
 
 def _fsync(path: Path) -> None:

@@ -7,6 +7,7 @@ was. An answer that reaches the token limit is marked (finish_reason "length") a
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +24,8 @@ from producer.corpus.conversation import Conversation, Message
 Item = Conversation | dict[str, Any]
 Line = dict[str, Any]
 ATTEMPTS = 5
+REFUSED = (400, 413, 422)
+PROBE = [{"role": "user", "content": "Hello"}]
 FIRST_WAIT_S = 0.5
 WINDOW = 4  # requests under way or waiting to be written, per request under way
 
@@ -31,6 +34,10 @@ class AnswerFailed(Exception):
     """Answers cannot be had; what was written is kept. Exit code 5."""
 
     exit_code = 5
+
+
+class _Refused(Exception):
+    """The server will not answer this conversation, whenever it is asked."""
 
 
 class Rewriter(Protocol):
@@ -143,9 +150,14 @@ class ServerRewriter:
         """Nothing is asked yet. `model`: the target's name on the server."""
         self._asked, self._model, self._kwargs = asked, model, template_kwargs
         self._url = f"{str(asked.server).rstrip('/')}/chat/completions"
+        self._answers_others = False
+        self._probing = threading.Lock()
 
     def rewrite(self, items: Iterable[Item]) -> Iterator[Line]:
-        """Yield one line per item, in order; a slow answer holds up the writing of later ones, not their making."""
+        """Yield one line per item, in order; a slow answer holds up the writing of later ones, not their making.
+
+        A conversation that the server refuses, one that is too long for it, say, becomes a row that is skipped.
+        """
         pool = ThreadPoolExecutor(self._asked.batch_size, thread_name_prefix="answers")
         under_way: deque[Future[Line]] = deque()
         try:
@@ -162,32 +174,49 @@ class ServerRewriter:
         if not isinstance(item, Conversation):
             return item
         dialogue = _Dialogue(item)
-        while dialogue.waiting:
-            dialogue.answer(self._answer(dialogue))
+        try:
+            while dialogue.waiting:
+                dialogue.answer(self._answer(dialogue.messages, dialogue.tools))
+        except _Refused as refused:
+            self._check_that_others_are_answered()
+            return {"skipped": "refused_by_server", "place": str(refused)}
         return dialogue.line()
 
-    def _answer(self, dialogue: _Dialogue) -> Message:
+    def _check_that_others_are_answered(self) -> None:
+        """Raise AnswerFailed where the server refuses everything: then not the conversation is to blame."""
+        with self._probing:
+            if self._answers_others:
+                return
+            try:
+                self._answer(PROBE, None)
+            except _Refused as refused:
+                raise self._failed(str(refused)) from None
+            self._answers_others = True
+
+    def _answer(self, messages: list[Message], tools: Any) -> Message:
+        """Ask for the next message; raises AnswerFailed, _Refused."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [
-                {key: value for key, value in message.items() if key != "finish_reason"}
-                for message in dialogue.messages
+                {key: value for key, value in message.items() if key != "finish_reason"} for message in messages
             ],
             "max_tokens": self._asked.max_new_tokens,
             "temperature": self._asked.temperature,
         }
-        if dialogue.tools:
-            body["tools"] = dialogue.tools
+        if tools:
+            body["tools"] = tools
         if self._kwargs:
             body["chat_template_kwargs"] = self._kwargs
         choice = self._post(body)["choices"][0]
         found = choice["message"]
         message: Message = {"role": "assistant", "content": found.get("content") or ""}
-        message |= {key: found[key] for key in ("tool_calls", "reasoning_content") if found.get(key)}
+        thoughts = found.get("reasoning_content") or found.get("reasoning")  # vLLM's name since 0.11
+        message |= {"reasoning_content": thoughts} if thoughts else {}
+        message |= {"tool_calls": found["tool_calls"]} if found.get("tool_calls") else {}
         return message | ({"finish_reason": "length"} if choice.get("finish_reason") == "length" else {})
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask once more after a failure that may pass; raises AnswerFailed."""
+        """Ask once more after a failure that may pass; raises AnswerFailed, _Refused."""
         data = json.dumps(body).encode()
         reason = ""
         for attempt in range(ATTEMPTS):
@@ -200,10 +229,15 @@ class ServerRewriter:
                     return found
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
+                if error.code in REFUSED:
+                    raise _Refused(reason) from None
                 if error.code < 500 and error.code not in (408, 429):
                     break
             except (OSError, ValueError) as error:  # refused, broken off, timed out, no JSON
                 reason = str(getattr(error, "reason", error))
-        raise AnswerFailed(
+        raise self._failed(reason)
+
+    def _failed(self, reason: str) -> AnswerFailed:
+        return AnswerFailed(
             f"data.regenerate.server: {self._url} ({self._model}): {reason}; what is written is kept, start again"
         )

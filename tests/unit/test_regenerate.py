@@ -17,7 +17,7 @@ import pytest
 from configs.load import config_from, dump_config
 from configs.schema import Config
 from ops.telemetry import Log
-from producer.corpus.answers import AnswerFailed
+from producer.corpus.answers import PROBE, AnswerFailed
 from producer.corpus.regenerate import regenerate, regenerated_files
 from producer.corpus.sources import SourceError
 from producer.prepare import prepare
@@ -64,9 +64,11 @@ class Server:
         if self.fail_from is not None and number >= self.fail_from:
             return self.status, {"error": "no more"}
         last = body["messages"][-1]["content"]
+        if len(last) > 100:
+            return 400, {"error": "the prompt is longer than the context"}
         text = f"{len(body['messages'])}:{last[::-1]}"
         cut = "cut" in last
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": text} | ({"reasoning": "hm"} if "think" in last else {})
         return 200, {"choices": [{"message": message, "finish_reason": "length" if cut else "stop"}]}
 
 
@@ -115,7 +117,7 @@ def lines_of(config: Config, run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_server_writes_every_answer_after_the_new_ones_before_it(tmp_path: Path, server: Server) -> None:
-    config, run_dir = config_of(tmp_path, server.address, ROWS), tmp_path / "runs" / "r"
+    config, run_dir = config_of(tmp_path, server.address, [*ROWS, {"prompt": "think"}]), tmp_path / "runs" / "r"
     regenerate(config, run_dir, Log("regenerate", 0))
     assert lines_of(config, run_dir) == [
         {"messages": [{"role": "system", "content": "s"}, user("one"), assistant("2:eno"), user("two"),
@@ -124,6 +126,7 @@ def test_a_server_writes_every_answer_after_the_new_ones_before_it(tmp_path: Pat
         {"text": "a text stays"},
         {"skipped": "unknown_role", "place": f"{tmp_path / 'rows.jsonl'}:4"},
         {"messages": [user("cut here"), assistant("1:ereh tuc") | {"finish_reason": "length"}]},
+        {"messages": [user("think"), assistant("1:kniht") | {"reasoning_content": "hm"}]},
     ]  # fmt: skip
     body = server.asked[0]
     assert (body["temperature"], body["max_tokens"]) == (0.0, config.data.regenerate.max_new_tokens)
@@ -164,7 +167,26 @@ def test_a_stopped_rewriting_goes_on_after_the_last_whole_line(
     assert server.asked == []
 
 
-@pytest.mark.parametrize(("status", "asked"), [(400, 1), (503, 5)])
+@pytest.mark.parametrize("first", ["long", "last"])
+def test_a_conversation_that_the_server_refuses_is_skipped_and_the_others_are_answered(
+    tmp_path: Path, server: Server, first: str
+) -> None:
+    rows = [{"prompt": "x" * 200}, {"prompt": "alone"}, {"prompt": "y" * 200}]
+    rows = rows if first == "long" else rows[1:]
+    config, run_dir = config_of(tmp_path, server.address, rows), tmp_path / "runs" / "r"
+    regenerate(config, run_dir, Log("regenerate", 0))
+    for row, line in zip(rows, lines_of(config, run_dir), strict=True):
+        if row["prompt"] == "alone":
+            assert line == {"messages": [user("alone"), assistant("1:enola")]}
+        else:
+            assert line["skipped"] == "refused_by_server"
+            assert "longer than the context" in line["place"]
+    assert sum(body["messages"] == PROBE for body in server.asked) == 1
+    plan = prepare_tiny(tmp_path, config, run_dir)
+    assert plan["data_report"]["skipped"]["refused_by_server"] == len(rows) - 1
+
+
+@pytest.mark.parametrize(("status", "asked"), [(404, 1), (400, 2), (503, 5)])
 def test_a_refusal_is_told_at_once_and_a_failure_that_may_pass_is_tried_again(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, status: int, asked: int
 ) -> None:
