@@ -71,13 +71,13 @@ def run(
         rings = [stack.enter_context(Ring.open(ring_name(config.run.name, k), spec=spec)) for k in ranks_of_targets]
         board = stack.enter_context(Board.open(config.run.name))
         trainer = Trainer(config, plan, run_dir, ranks, device, spec, log, clock)
-        ring_config, me = config.ring, ranks.local_rank
+        ring_config, me, step = config.ring, ranks.local_rank, trainer.step.step
         for ring in rings if device.type == "cuda" and ring_config.page_lock else []:
             stack.enter_context(PageLock(ring))
         pick, max_age = ring_config.pick, ring_config.max_age
         reader = stack.enter_context(Reader(rings, me, pick, ring_config.min_ready, max_age, config.run.seed, board))
         clock.ends("rings")
-        meter = Meter(stack.enter_context(Metrics(run_dir, "drafter", ranks.rank)), control, rings, device, ranks)
+        meter = Meter(stack.enter_context(Metrics(run_dir, "drafter", ranks.rank)), control, rings, device, ranks, step)
         intake = Intake(reader, trainer.journal, control, meter.phases)
         staging = Staging(trainer.pack)
         control.report(state="ready", step=trainer.step.step)

@@ -28,15 +28,15 @@ class Meter:
     """Writes one line of metrics every few steps; rates are over the time since the line before."""
 
     def __init__(
-        self, metrics: Metrics, control: Control, rings: list[Ring], device: torch.device, ranks: Ranks
+        self, metrics: Metrics, control: Control, rings: list[Ring], device: torch.device, ranks: Ranks, step: int
     ) -> None:
-        """`device`: whose time is accounted for."""
+        """`device`: whose time is accounted for. `step`: the last one before this life, of which there is no line."""
         self.phases = Phases(mark=marks_of(device))
         """Told which of PHASES the process enters."""
         self._metrics, self._control, self._rings, self._ranks = metrics, control, rings, ranks
         self._phases = tuple(phase for phase in PHASES if phase != "peers" or ranks.world > 1)
         self._tokens = 0
-        self._last_step = -1
+        self._last_step = step
         self._last = time.monotonic()
         self._on_the_way: deque[tuple[Reading, dict[str, Any]]] = deque()
         self.first_loss: float | None = None
@@ -49,7 +49,7 @@ class Meter:
 
     def write(self, step: TrainStep, packs_trained: int, **more: Any) -> None:
         """Begin a line, if a step was done since the last one; it is written when its sums are on the host."""
-        if step.step == self._last_step or (self._last_step < 0 and step.step == 0):
+        if step.step == self._last_step:
             return
         self._last_step = step.step
         now = time.monotonic()

@@ -38,7 +38,7 @@ def judge(starved_pct: float | None, blocked_pct: float | None, is_over: bool = 
     """
     if starved_pct is None or blocked_pct is None:
         return Verdict("unknown", starved_pct, blocked_pct, "no metrics of both sides yet", "")
-    when = "at its end the drafter was" if is_over else "the drafter is"
+    when = "the drafter was" if is_over else "the drafter is"
     both = f"{when} starved {starved_pct:.0f} % of its time, the target blocked {blocked_pct:.0f} %"
     kind, advice = _kind(starved_pct, blocked_pct)
     return Verdict(kind, starved_pct, blocked_pct, both, "" if is_over else advice)

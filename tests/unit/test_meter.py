@@ -43,6 +43,7 @@ def meter():
         [SimpleNamespace(snapshot=lambda: SimpleNamespace(occupancy=3))],
         torch.device("cpu"),
         SimpleNamespace(world=1),
+        step=0,
     )
     return made, lines
 
@@ -62,6 +63,14 @@ def test_a_line_waits_for_its_sums_and_keeps_its_step(meter):
     made.trained(100)
     assert [(line["step"], line["loss"], line["packs_trained"]) for line in lines] == [(1, 1.0, 1)]
     assert not steps.readings[0].waited
+
+
+def test_a_life_without_a_step_writes_no_line(meter):
+    made, lines = meter
+    steps = Steps()
+    made.write(steps, packs_trained=0)
+    made.flush()
+    assert lines == []
 
 
 def test_lines_are_written_in_order(meter):

@@ -57,7 +57,7 @@ def test_the_verdict_follows_who_waits(starved: float, blocked: float, kind: str
 
 def test_a_run_that_is_over_is_judged_without_advice() -> None:
     verdict = judge(40, 2, is_over=True)
-    assert verdict.line == "target-bound: at its end the drafter was starved 40 % of its time, the target blocked 2 %"
+    assert verdict.line == "target-bound: the drafter was starved 40 % of its time, the target blocked 2 %"
 
 
 def test_without_metrics_of_both_sides_there_is_no_verdict() -> None:
