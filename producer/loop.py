@@ -6,6 +6,7 @@ because a drafter that restarts from a checkpoint may need packs again.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +35,6 @@ from shm_ring.errors import RingTimeout
 from shm_ring.tensors import PageLock
 
 IDLE_S = 0.2  # how often a producer without work looks for a new drafter generation
-BLOCKED_REPORT_S = 30.0
 MEASURED_PRODUCTS = "compile_cache/products_target.json"
 UNDER_WAY = 1  # packs queued on the device while the host waits for the one before: it never runs dry, nor far ahead
 
@@ -74,7 +74,7 @@ def run(
             phases.begin("forward")
             for pack in maker.advance():  # queued on a GPU, not waited for
                 phases.begin("blocked")
-                slot = _acquire(writer, transfer, control, log)
+                slot = _acquire(writer, transfer, control)
                 phases.begin("copy")
                 transfer.start(slot, pack)
                 meter.packed(pack.pack_id, pack.num_tokens, maker.padding, check)
@@ -90,17 +90,13 @@ def _page_locked(ring: Ring, config: Config, device: torch.device) -> AbstractCo
     return PageLock(ring) if config.ring.page_lock and device.type == "cuda" else nullcontext()
 
 
-def _acquire(writer: Writer, transfer: Transfer, control: Control, log: Log) -> WriteSlot:
-    """Return a FREE slot; waits while the ring is full, with a line every 30 s. Raises RingStopped."""
-    while True:
-        try:
-            return writer.acquire(timeout_s=0.0)
-        except RingTimeout:  # nobody can release what is not published, so publish before waiting
-            transfer.publish()
-        try:
-            return writer.acquire(timeout_s=BLOCKED_REPORT_S, stop=lambda: control.stopping)
-        except RingTimeout as full:
-            log("blocked", detail=str(full))
+def _acquire(writer: Writer, transfer: Transfer, control: Control) -> WriteSlot:
+    """Return a FREE slot; waits while the ring is full, which the ring reports. Raises RingStopped."""
+    try:
+        return writer.acquire(timeout_s=0.0)
+    except RingTimeout:  # nobody can release what is not published, so publish before waiting
+        transfer.publish()
+    return writer.acquire(timeout_s=math.inf, stop=lambda: control.stopping)
 
 
 def _rest(writer: Writer, todo: Todo, control: Control) -> None:
