@@ -22,7 +22,8 @@ from ops.feed import Pusher
 from ops.paths import label
 
 METRICS_FILE = "metrics.jsonl"
-RING_LOGGER = "shm_ring"
+LIBRARY_LOGGERS = ("shm_ring", "producer")
+"""Of packages and functions that are handed no Log."""
 
 
 class Metrics:
@@ -151,15 +152,15 @@ def shares(spent: dict[str, float], phases: tuple[str, ...]) -> dict[str, float]
 class Log:
     """Event lines of one process on its standard output: `time role | event | key=value ...`, whole and at once.
 
-    What the ring reports, `ring | waiting | ...`, becomes lines of this log too.
+    What the ring reports, `ring | waiting | ...`, becomes lines of this log too, and so do other warnings of libraries.
     """
 
     def __init__(self, role: str, rank: int | None = None) -> None:
         self._name = label(role, rank)
-        ring = logging.getLogger(RING_LOGGER)
-        for handler in [each for each in ring.handlers if isinstance(each, _RingLines)]:
-            ring.removeHandler(handler)
-        ring.addHandler(_RingLines(self.line))
+        for logger in map(logging.getLogger, LIBRARY_LOGGERS):
+            for handler in [each for each in logger.handlers if isinstance(each, _LibraryLines)]:
+                logger.removeHandler(handler)
+            logger.addHandler(_LibraryLines(self.line))
 
     def __call__(self, event: str, **values: Any) -> None:
         """Write one line; values keep their order, units belong in the keys."""
@@ -172,8 +173,8 @@ class Log:
         sys.stdout.flush()
 
 
-class _RingLines(logging.Handler):
-    """Hands what the ring says to a log."""
+class _LibraryLines(logging.Handler):
+    """Hands what a library says to a log."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()

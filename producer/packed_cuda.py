@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.device import to_device
 
-_log = logging.getLogger("dflash_ring")
+_log = logging.getLogger("producer")
 LONG_DOCUMENT = 512
 """Tokens from which a document is worth a call of its own."""
 STEP = 128
@@ -92,7 +92,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
             _planned[rows] = True
         except RuntimeError as error:
             _planned[rows] = False
-            _log.warning("target | long_documents | cudnn=refused attention=flash | %s", str(error).splitlines()[0])
+            _log.warning("long documents | cudnn=refused attention=flash | %s", str(error).splitlines()[0])
     return _planned[rows]
 
 

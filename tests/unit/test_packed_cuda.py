@@ -61,7 +61,7 @@ def test_parts_add_up_to_attention_by_document_also_where_cudnn_refuses(
     q, k, v = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
     ours = [packed_cuda.attend(q, k, v, 0.25, bounds.apart, bounds.rest, bounds.rest_starts) for _ in range(2)]
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["target | long_documents | cudnn=refused attention=flash | no plan for this shape"] * (
+    assert said == ["long documents | cudnn=refused attention=flash | no plan for this shape"] * (
         refused and bool(bounds.apart)
     )
     monkeypatch.setattr(packed.BOUNDS, "lengths", lengths)
