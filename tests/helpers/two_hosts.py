@@ -76,11 +76,6 @@ class Host:
         command = [sys.executable, "launch.py", *words, str(self.dir)]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
-    def pid_of(self, name: str) -> int:
-        """Pid of one of its processes."""
-        status = json.loads(self.ask("status", "--json").stdout)
-        return next(int(process["pid"]) for process in status["processes"] if process["name"] == name)
-
     def launcher_log(self) -> str:
         """What its launcher has said."""
         return (self.dir / "logs" / "launcher.log").read_text()
