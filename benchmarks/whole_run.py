@@ -15,6 +15,7 @@ the exit code is then the launcher's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -68,12 +69,19 @@ class Watched:
     def wait_until(self, what: Callable[[dict[str, Any]], bool], limit_s: float = READY_LIMIT_S) -> None:
         """Wait for a state of the run; raises RunFailed if it ends before."""
         give_up = time.monotonic() + limit_s
-        while not what(commands.status(self.folder) if self.folder.exists() else {"processes": [], "rings": []}):
+        while not what(self._status()):
             if (code := self.process.poll()) is not None:
                 raise RunFailed(f"the run ended with code {code}")
             if time.monotonic() > give_up:
                 raise RunFailed(f"the run did not get there within {limit_s:g} s")
             time.sleep(0.2)
+
+    def _status(self) -> dict[str, Any]:
+        """The run's status; empty while its launcher begins, ends, or is too busy to answer."""
+        with contextlib.suppress(OpsError):
+            if self.folder.exists():
+                return commands.status(self.folder)
+        return {"processes": [], "rings": []}
 
     def stop(self) -> None:
         """Stop the run gracefully, if it still goes on; at once at a second Ctrl-C or SIGTERM, or after a while."""
