@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from configs.drafter_shape import DrafterShape, drafter_shape
 from configs.facts import Facts
 from configs.schema import Config
 from consumer.memory import checkpoint_bytes, estimate_of
 from producer import packed_recurrent
 from producer.corpus.sources import check_files
-from producer.drafter_check import check_drafter
+from producer.drafter_check import check_drafter, planned_shape
 from producer.packed import KINDS, LINEAR, CannotPack
 from producer.prepare import identity_of, slot_spec
 from producer.target import TargetDescription, TargetError, describe_target, find_trunk
@@ -126,21 +125,14 @@ def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetS
     ]
 
 
-def _shape(config: Config, target: TargetDescription) -> DrafterShape:
-    """The drafter's, with a reduced head of the right size."""
-    vocab = config.drafter.draft_vocab_size
-    reduced = list(range(vocab)) if vocab is not None and vocab < target.vocab_size else None
-    return drafter_shape(config.drafter, target.as_dict(), reduced)
-
-
 def _checkpoint_bytes(config: Config, target: TargetDescription, on_gpu: bool) -> int:
     precision = config.training.precision
     in_float32 = precision == "float32" or (precision == "auto" and not on_gpu)
-    return checkpoint_bytes(_shape(config, target).num_parameters, in_float32, config.optimizer.name == "muon")
+    return checkpoint_bytes(planned_shape(config, target).num_parameters, in_float32, config.optimizer.name == "muon")
 
 
 def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:
-    shape = _shape(config, target)
+    shape = planned_shape(config, target)
     return [
         f"drafter: {shape.num_parameters / 1e6:.1f} million parameters, {shape.num_layers} layers "
         f"({', '.join(sorted(set(shape.layer_types)))}), block size {shape.block_size}, {_anchors(config)} anchors a "

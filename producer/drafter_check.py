@@ -26,15 +26,20 @@ def check_drafter(run_dir: Path, config: Config, target: TargetDescription, iden
 
     identity: what a checkpoint of this run is bound to, as far as it is known.
     """
-    vocab = config.drafter.draft_vocab_size
-    reduced = range(vocab) if vocab is not None and vocab < target.vocab_size else None
     try:
-        shape = drafter_shape(config.drafter, target.as_dict(), reduced)
+        shape = planned_shape(config, target)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     check_resume(run_dir, with_drafter(identity, shape))
     if config.drafter.init_from is not None and newest_step(run_dir) < 1:  # else the weights are the checkpoint's
         check_initial(Path(config.drafter.init_from), shape, target.target_layer_ids)
+
+
+def planned_shape(config: Config, target: TargetDescription) -> DrafterShape:
+    """The drafter's shape before its reduced vocabulary is chosen: only how many rows it has. Raises ValueError."""
+    vocab = config.drafter.draft_vocab_size
+    reduced = range(vocab) if vocab is not None and vocab < target.vocab_size else None
+    return drafter_shape(config.drafter, target.as_dict(), reduced)
 
 
 def check_resume(run_dir: Path, identity: Mapping[str, Any]) -> None:
