@@ -367,9 +367,10 @@ class Trainer:
         return Contents(step.step, step.drafter.state_dict(), step.state(), self.journal.trained, meta)
 
     def finish(self, handing_over: bool = False) -> None:
-        """Write the last checkpoint and, if training is done, RUN/final.json on each host. Raises CheckpointError.
+        """Write the last checkpoint and, if training is done, RUN/final.json on each host.
 
         `handing_over`: leave the state in memory instead, if it can be (rank 0 decides) and training is not done.
+        Raises CheckpointError where the disk refuses it, with the state left in memory if it can be.
         """
         if self._ranks.from_first(handing_over and not self.done and self._hand_over()):
             self._ranks.barrier()
@@ -380,7 +381,10 @@ class Trainer:
             self.save()
             path = self._saver.wait()
         if path is None and self._ranks.rank == 0:
-            raise CheckpointError(f"{self._folder}: the final checkpoint could not be written; free space and resume")
+            kept = "; until then its state is in memory" if self._hand_over() else ""
+            raise CheckpointError(
+                f"{self._folder}: the last checkpoint could not be written; free space and launch again{kept}"
+            )
         path = self._ranks.from_first(path)  # the others leave when it is written
         if self.done and self._ranks.local_rank == 0:
             facts = {

@@ -84,6 +84,7 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
 
     assert run.process is not None
     drafter = pid_of(run, "drafter")
+    os.kill(drafter, signal.SIGSTOP)  # else it may hear of the next line, and begin a checkpoint, before the one after
     run.process.kill()  # the launcher first, or it would start another drafter
     os.kill(drafter, signal.SIGKILL)
     run.process.communicate()
@@ -102,6 +103,29 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
     for one, two in ((wanted.drafter(), found.drafter()), (wanted.state(), found.state())):
         assert one.keys() == two.keys()
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_a_last_checkpoint_that_the_disk_refuses_waits_in_memory_for_the_next_launch(runs: tuple[Tiny, Tiny]) -> None:
+    run, _ = runs
+    folder = run.dir / "checkpoints"
+    run.launch(*WORDS)
+    until_step(run, 5)
+    folder.rename(run.dir / "aside")
+    folder.touch()
+    code, out = run.end()
+    assert code == 5, out
+    assert "the last checkpoint could not be written" in out
+    assert "kept for this run's next drafter" in out
+
+    folder.unlink()
+    (run.dir / "aside").rename(folder)
+    run.launch(*WORDS)
+    code, out = run.end()
+    assert code == 0, out
+    last = planned_packs(run)
+    assert resumed(run)[-1] == (last, SHM_DIR + state_name(run.name)), "all that was trained is there"
+    assert read_checkpoint(folder / f"step-{last}").trained == frozenset(range(last))
+    run.assert_nothing_left()
 
 
 def test_with_the_hand_over_off_a_restart_goes_through_the_disk(runs: tuple[Tiny, Tiny]) -> None:
