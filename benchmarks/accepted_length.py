@@ -5,7 +5,8 @@
 prompts    thousands of prompts from installed packages (accepted_length_data.py)
 texts      the target's greedy answers to the prompts to measure with
 data       the target answers the others, to train on
-sweep      one setting changed at a time, and speculators' own model and loss, all on the same packs for the same steps
+sweep      one setting changed at a time, and speculators' own model and loss, all on the same packs for the same steps;
+           of ours and theirs from the same start some prompts are decoded for real too (--decode)
 train      the real thing through launch.py, both processes on one GPU: block size 8 and 16 at the same time, on a GPU
            each where --more-devices names another
 evaluate   export, accepted length on HumanEval, GSM-symbolic and chat, plain block and DDTree, beside a bigram table
@@ -46,6 +47,13 @@ class Run:
         self.words = ["--target", str(self.target), "--work", str(self.work), "--out", str(self.out)]
         self.words += ["--device", options.device, "--sweep-seconds", str(options.sweep_seconds)]
         self.words += ["--quick"] if options.quick else []
+        self.words += ["--decode", str(options.decode), "--pack-tokens", str(options.pack_tokens)]
+        self.words += ["--packs", str(options.packs), "--steps", str(options.steps), "--anchors", str(options.anchors)]
+        self.words += ["--trials", *options.trials] if options.trials else []
+        self.decode, self.num_texts, self.wanted_trials = options.decode, options.texts, options.trials
+        self.sizes = sweeping.TINY if options.quick else sweeping.Sizes(
+            options.pack_tokens, options.packs, options.steps, {"anchors": {"num": options.anchors}}
+        )  # fmt: skip
         self.quick, self.device = options.quick, torch.device(options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels go to the current device
@@ -95,7 +103,7 @@ def make_texts(run: Run) -> None:
     reader = measuring.Reader(str(run.target), LAYER_IDS, run.device, run.dtype)
     texts = {}
     for name, rows in json.loads((run.work / "eval_prompts.json").read_text()).items():
-        ids = [prompt_ids(reader.tokenizer, prompt) for prompt in rows]
+        ids = [prompt_ids(reader.tokenizer, prompt) for prompt in rows[: run.num_texts]]
         answers = reader.write(ids, 16 if run.quick else 128)
         texts[name] = [{"prompt": p, "answer": a} for p, a in zip(ids, answers, strict=True) if len(a) > 1]
     (run.work / "eval_texts.json").write_text(json.dumps(texts))
@@ -119,19 +127,25 @@ def sweep(run: Run) -> None:
         subprocess.run(command, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}, check=False)
         return
     reader, sets = run.read_texts()
-    sizes = sweeping.TINY if run.quick else sweeping.Sizes()
-    bench = sweeping.Bench(reader, run.target, run.work / "train.jsonl", run.device, run.dtype, LAYER_IDS, sizes)
-    run.record("sweep", packs=len(bench.packs), tokens=bench.num_tokens)
+    bench = sweeping.Bench(reader, run.target, run.work / "train.jsonl", run.device, run.dtype, LAYER_IDS, run.sizes)
+    del reader
+    decoding = None
+    if run.decode:
+        mask = sweeping.MASK_TOKEN
+        decoding = measuring.Decoding(run.target, LAYER_IDS, mask, sets, run.decode, run.device)
+    run.record("sweep", packs=len(bench.packs), tokens=bench.num_tokens, settings=run.sizes._asdict())
     for size in (8, 16):
         lines = {name: measuring.bigram_rounds(bench.successor, texts, size).mean for name, texts in sets.items()}
         run.record("bigram", block_size=size, accept_len={name: round(value, 4) for name, value in lines.items()})
     deadline = time.monotonic() + run.sweep_seconds
     for trial in sweeping.trials(run.quick):
+        if run.wanted_trials and not any(word in trial.name for word in run.wanted_trials):
+            continue
         if time.monotonic() > deadline:
             run.record("sweep", left_out=trial.name)
             continue
         try:
-            run.record("sweep", **bench.run(trial, sets, deadline))
+            run.record("sweep", **bench.run(trial, sets, deadline, decoding))
         except Exception as error:  # one trial that fails is no reason to lose the others
             run.record("sweep", trial=trial.name, failed=repr(error)[:300])
 
@@ -228,6 +242,14 @@ def main() -> int:
     parser.add_argument("--more-devices", nargs="*", default=[], help="answer too; the second run has the next")
     parser.add_argument("--train-seconds", type=float, default=80.0)
     parser.add_argument("--sweep-seconds", type=float, default=60.0)
+    usual = sweeping.Sizes()
+    parser.add_argument("--trials", nargs="*", default=[], help="of the sweep: those whose name holds one of these")
+    parser.add_argument("--decode", type=int, default=6, help="prompts of each set that the sweep decodes for real")
+    parser.add_argument("--steps", type=int, default=usual.steps, help="of a trial")
+    parser.add_argument("--packs", type=int, default=usual.packs)
+    parser.add_argument("--pack-tokens", type=int, default=usual.tokens)
+    parser.add_argument("--anchors", type=int, default=sweeping.BASE["anchors"]["num"])
+    parser.add_argument("--texts", type=int, help="answers of each set to measure with; all if left out")
     parser.add_argument("--answer-seconds", type=float, default=120.0, help="answers after that are left out")
     parser.add_argument("--blocks", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="for the real runs")

@@ -8,7 +8,9 @@ a token in a few hundred fall the other way; `python launch.py eval` decodes for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,17 @@ import transformers
 from torch import Tensor
 
 from benchmarks.answer_writer import write_answers
+from configs.schema import TargetConfig
 from consumer.anchors import Anchors
 from consumer.attention import dense_attention
 from consumer.drafter import Drafter
 from consumer.frozen_head import FrozenHead
 from evaluation.acceptance import Acceptance, leading_run, walk
 from evaluation.ddtree import MAX_RANKS, grow_tree
+from evaluation.drafter_session import DrafterSession
+from evaluation.speculate import Limits, decode_dflash
+from evaluation.target_session import TargetSession
+from producer.target import describe_target
 
 
 class Text(NamedTuple):
@@ -137,6 +144,48 @@ def measure(
                 all_rounds = tuple(length for text in by_text for length in text[place])
                 found[name][f"ddtree {budget}"] = Acceptance(all_rounds, size).as_dict()
     return found
+
+
+class Decoding:
+    """The decoding loop of a server (evaluation/speculate.py) in float32, on the first prompts of each set."""
+
+    def __init__(
+        self, folder: Path, layer_ids: Sequence[int], mask_token: int, sets: dict[str, list[Text]], num_prompts: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Load the target once more: for the loop with its cache."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        settings = TargetConfig.model_validate(
+            {"model": str(folder), "dtype": "float32", "target_layer_ids": list(layer_ids), "mask_token_id": mask_token}
+        )
+        description = describe_target(folder, folder.name, settings, tokenizer, on_gpu=device.type == "cuda")
+        self._target = TargetSession(description, device)
+        self._ends = frozenset(description.eos_token_ids)
+        self._sets = {name: texts[:num_prompts] for name, texts in sets.items()}
+
+    def measure(self, drafter: Drafter, head: FrozenHead, zero_context: bool = False) -> dict[str, dict[str, Any]]:
+        """For each set: accepted length by the loop and by walking over the texts, and how many of these came out."""
+        session, found = DrafterSession(drafter, head, zero_context), {}
+        for name, texts in self._sets.items():
+            answers = [text.ids[text.start :] for text in texts]
+            walked = [
+                plain_rounds(drafts_of(drafter, head, text, 1, zero_context), answer)
+                for text, answer in zip(texts, answers, strict=True)
+            ]
+            traces = [
+                decode_dflash(self._target, session, text.ids[: text.start], Limits(len(answer), self._ends))
+                for text, answer in zip(texts, answers, strict=True)
+            ]
+            size = drafter.shape.block_size
+            by_loop = Acceptance(tuple(chain.from_iterable(trace.accepted for trace in traces)), size)
+            found[name] = {
+                "prompts": len(texts),
+                "accept_len": round(by_loop.mean, 4),
+                "rounds": len(by_loop.rounds),
+                "walked": round(Acceptance(tuple(chain.from_iterable(walked)), size).mean, 4),
+                "same_text": sum(trace.tokens == answer for trace, answer in zip(traces, answers, strict=True)),
+            }
+        return found
 
 
 def bigram_rounds(successor: dict[int, int], texts: list[Text], block_size: int) -> Acceptance:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import accepted_length_speculators as speculators
-from benchmarks.accepted_length_measure import Reader, Text, measure
+from benchmarks.accepted_length_measure import Decoding, Reader, Text, measure
 from configs.drafter_shape import DrafterShape, drafter_shape
 from configs.schema import Config
 from consumer.capture import prepare
@@ -45,14 +45,16 @@ class Trial:
     share: float = 1.0
     theirs: bool = False
     steps_factor: float = 1.0
+    decode: bool = False
+    """Whether the decoding loop runs too, where any does: it takes longer than the training."""
 
 
 def trials(quick: bool) -> list[Trial]:
     """What is tried, most important first."""
     found = [
-        Trial("base"),
-        Trial("random initial weights", {"drafter": {"init": "random"}}),
-        Trial("speculators 0.9.0, random initial weights", {"drafter": {"init": "random"}}, theirs=True),
+        Trial("base", decode=True),
+        Trial("random initial weights", {"drafter": {"init": "random"}}, decode=True),
+        Trial("speculators 0.9.0, random initial weights", {"drafter": {"init": "random"}}, theirs=True, decode=True),
         Trial("soft labels", {"loss": {"labels": "soft"}}),
         Trial("D-PACE", {"loss": {"decay": "dpace"}}),
         Trial("learning rate 2e-3", {"optimizer": {"lr": 2e-3}}),
@@ -108,8 +110,10 @@ class Bench:
             "mask_token_id": MASK_TOKEN, "vocab_size": described["vocab_size"],
         }  # fmt: skip
 
-    def run(self, trial: Trial, sets: dict[str, list[Text]], deadline: float) -> dict[str, Any]:
-        """Train one drafter and measure it."""
+    def run(
+        self, trial: Trial, sets: dict[str, list[Text]], deadline: float, decoding: Decoding | None = None
+    ) -> dict[str, Any]:
+        """Train one drafter and measure it; `decoding`: by the decoding loop too, if the trial wants that."""
         began = time.monotonic()
         own = self.sizes.settings
         settings = {name: part | own.get(name, {}) | trial.change.get(name, {}) for name, part in BASE.items()}
@@ -124,6 +128,10 @@ class Bench:
         trained_s = time.monotonic() - began
         found = measure(drafter.float(), self.head, sets)
         blind = measure(drafter, self.head, sets, zero_context=True)
+        decoded: dict[str, Any] = {}
+        if decoding is not None and trial.decode:
+            loops = {"decoded": False, "decoded_zero_context": True}
+            decoded = {name: decoding.measure(drafter, self.head, zero) for name, zero in loops.items()}
         return {
             "trial": trial.name,
             "block_size": shape.block_size,
@@ -131,6 +139,7 @@ class Bench:
             "train_s": round(trained_s, 1),
             "accept_len": {name: methods["dflash"]["accept_len"] for name, methods in found.items()},
             "zero_context": {name: methods["dflash"]["accept_len"] for name, methods in blind.items()},
+            **decoded,
         }
 
     def _initial(self, config: Config, shape: DrafterShape) -> Drafter:
