@@ -163,13 +163,13 @@ class Decoding:
         self._ends = frozenset(description.eos_token_ids)
         self._sets = {name: texts[:num_prompts] for name, texts in sets.items()}
 
-    def measure(self, drafter: Drafter, head: FrozenHead, zero_context: bool = False) -> dict[str, dict[str, Any]]:
+    def measure(self, drafter: Drafter, head: FrozenHead) -> dict[str, dict[str, Any]]:
         """For each set: accepted length by the loop and by walking over the texts, and how many of these came out."""
-        session, found = DrafterSession(drafter, head, zero_context), {}
+        session, found = DrafterSession(drafter, head), {}
         for name, texts in self._sets.items():
             answers = [text.ids[text.start :] for text in texts]
             walked = [
-                plain_rounds(drafts_of(drafter, head, text, 1, zero_context), answer)
+                plain_rounds(drafts_of(drafter, head, text, 1), answer)
                 for text, answer in zip(texts, answers, strict=True)
             ]
             traces = [

@@ -130,8 +130,7 @@ class Bench:
         blind = measure(drafter, self.head, sets, zero_context=True)
         decoded: dict[str, Any] = {}
         if decoding is not None and trial.decode:
-            loops = {"decoded": False, "decoded_zero_context": True}
-            decoded = {name: decoding.measure(drafter, self.head, zero) for name, zero in loops.items()}
+            decoded = {"decoded": decoding.measure(drafter, self.head)}
         return {
             "trial": trial.name,
             "block_size": shape.block_size,
@@ -210,10 +209,11 @@ def _packs(
             filled = 0
         groups[-1].append(document)
         filled += len(document[0])
-    return [_pack(reader, group, tokens, device) for group in groups[:most] if group]
+    return [pack_of(reader, group, tokens, device) for group in groups[:most] if group]
 
 
-def _pack(reader: Reader, group: list[tuple[list[int], int]], tokens: int, device: torch.device) -> PackTensors:
+def pack_of(reader: Reader, group: list[tuple[list[int], int]], tokens: int, device: torch.device) -> PackTensors:
+    """Lay documents (ids, where the answer begins) end to end and read them: a pack of `tokens` places."""
     ids = torch.zeros(tokens, dtype=torch.int32)
     mask, start = torch.zeros(tokens, dtype=torch.uint8), torch.full((tokens,), -1, dtype=torch.int32)
     states = reader.read([row for row, _ in group])
