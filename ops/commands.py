@@ -14,7 +14,7 @@ from ops.errors import NoAnswer, NotRunning, Refused
 from ops.locks import holder_pid
 from ops.messages import ask
 from ops.metrics_reader import MetricsReader
-from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_root, socket_path
+from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dirs, socket_path
 from ops.run_folder import find_run, last_lines, launcher_pid, read_json
 from shm_ring import Ring
 from shm_ring.names import segments_of_run
@@ -135,8 +135,7 @@ def passed_on(reply: dict[str, Any], name: str) -> list[str]:
 def clean() -> list[str]:
     """Remove rings, states and sockets of which no process lives; living ones are listed and left alone."""
     lines = [f"{name}: {what}" for name, what in Ring.clean()]
-    root = runtime_root()
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+    for folder in runtime_dirs():
         holders = {path.stem: pid for path in folder.glob("*.lock") if (pid := holder_pid(path))}
         if holders:
             lines.append(f"{folder}: live, held by " + ", ".join(f"{who} pid {pid}" for who, pid in holders.items()))

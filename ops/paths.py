@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -20,6 +21,9 @@ TARGET = "target"
 DRAFTER = "drafter"
 _NAME_CHARS = 24
 _FILE_CHARS = len("/launcher.sock")
+_DIGEST_CHARS = 10
+_RUNTIME_DIR = re.compile(rf"(.{{1,{_NAME_CHARS}}}-)?[0-9a-f]{{{_DIGEST_CHARS}}}", re.DOTALL)
+_SUFFIXES = (".sock", ".lock", ".ready")
 
 
 def runtime_root() -> Path:
@@ -30,7 +34,7 @@ def runtime_root() -> Path:
 def runtime_dir(run_dir: Path, create: bool = False) -> Path:
     """Name (and make, mode 0700) the folder of one run's sockets; raises NoResource if it is not ours alone."""
     full = run_dir.resolve()
-    digest = hashlib.sha256(str(full).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(str(full).encode()).hexdigest()[:_DIGEST_CHARS]
     folder = runtime_root() / f"{full.name[:_NAME_CHARS]}-{digest}"
     if len(str(folder)) > MAX_SOCKET_CHARS - _FILE_CHARS:
         folder = runtime_root() / digest
@@ -38,6 +42,17 @@ def runtime_dir(run_dir: Path, create: bool = False) -> Path:
         for part in (folder.parent, folder):
             _make_private(part)
     return folder
+
+
+def runtime_dirs() -> list[Path]:
+    """List the folders of runs' sockets: by name and by what is in them, since the root may be the user's for more."""
+    root = runtime_root()
+    found = [path for path in root.iterdir() if _RUNTIME_DIR.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(
+        folder
+        for folder in found
+        if folder.is_dir() and not folder.is_symlink() and all(path.suffix in _SUFFIXES for path in folder.iterdir())
+    )
 
 
 def socket_path(run_dir: Path, role: str, rank: int | None = None) -> Path:
