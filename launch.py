@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from ops.supervisor import Modules
 
 RESTART_LIMIT_S = 900.0
+LACKING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM),
+}
+"""What the operating system says where the machine lacks something, or does not allow it: exit code 5."""
 
 
 def main(arguments: Sequence[str] | None = None, modules: Modules | None = None) -> int:
@@ -44,6 +50,9 @@ def main(arguments: Sequence[str] | None = None, modules: Modules | None = None)
         return 0
     except Exception as error:
         code = getattr(error, "exit_code", 5 if isinstance(error, ImportError) else None)
+        if code is None and isinstance(error, OSError) and error.errno in LACKING:
+            print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+            return 5
         if code is None:  # not an error that a user can cause: show where it comes from
             raise
         print(str(error), file=sys.stderr)

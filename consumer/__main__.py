@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ops.control import RESTART, Control
-from ops.telemetry import Log
+from ops.telemetry import Log, complain
 
 
 def main() -> int:
@@ -75,13 +75,13 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
             clock.ends("meeting")
             run(config, run_dir, ranks, device, control, log, clock)
     except PeerLost as error:
-        print(str(error), file=sys.stderr, flush=True)
+        complain(str(error))
         os._exit(error.exit_code)  # a GPU may wait for the lost rank for ever, nor may an orderly end
     except (ConfigError, HeadError, CheckpointError, BadPack, Unstable, RingError, TooLarge) as error:
-        print(str(error), file=sys.stderr, flush=True)
+        complain(str(error))
         return error.exit_code
     except torch.OutOfMemoryError as error:
-        print(f"drafter {rank}: out of GPU memory: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        complain(f"drafter {rank}: out of GPU memory: {str(error).splitlines()[0]}")
         return 5
     log("left", reason=control.stop_reason or "done")
     return 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from configs.run_files import Trained, journal_path, read_trained, write_trained
+from ops.telemetry import complain
 
 
 class Journal:
@@ -47,7 +47,7 @@ class Journal:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
             if not self._warned:
-                sys.stderr.write(f"{self._path}: {error.strerror}; training goes on, lines are written later\n")
+                complain(f"{self._path}: {error.strerror}; training goes on, lines are written later")
             self._warned = True
         self._begun.add(pack_id)
 

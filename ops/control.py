@@ -7,6 +7,7 @@ from this thread if it has not left by itself after ORPHAN_LIMIT_S. Knows nothin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -163,8 +164,9 @@ class Control:
                 self._orphaned_at = time.monotonic()
                 self.stop("launcher died")
         elif time.monotonic() - self._orphaned_at > ORPHAN_LIMIT_S:
-            sys.stderr.write(f"{self._title}: the launcher died and this process did not leave by itself: ended\n")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the disk of the log is full
+                sys.stderr.write(f"{self._title}: the launcher died and this process did not leave by itself: ended\n")
+                sys.stderr.flush()
             os._exit(EXIT_PEER_DIED)
 
 

@@ -5,6 +5,7 @@ A second bind on an ipc socket silently takes it over, so every socket and every
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -40,8 +41,9 @@ class FileLock:
                     os.close(fd)
                     return pid
                 time.sleep(0.02)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: who holds it is not written, and shown as -1
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd
         _held.add(self)
         return 0

@@ -6,6 +6,7 @@ ask() waits no longer than its timeout, and at once says so if nobody serves the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -115,7 +116,8 @@ class Server:
         except OpsError as error:
             return Reply(id=request.id, ok=False, error=str(error), exit_code=error.exit_code)
         except Exception as error:  # the serving thread must outlive a fault in one command; the fault is shown
-            traceback.print_exc(file=sys.stderr)
+            with contextlib.suppress(OSError):  # the disk of the log is full
+                traceback.print_exc(file=sys.stderr)
             return Reply(id=request.id, ok=False, error=f"{request.command} failed: {error!r}", exit_code=4)
 
 

@@ -37,6 +37,7 @@ class Output:
     def __init__(self, log: Path | None = None, console: Console | None = None) -> None:
         self.console = console or _Console(highlight=False, soft_wrap=True)
         self._log = log
+        self._log_failed = False
         self._live: Live | None = None
         self._next_plain = 0
         self._began = time.monotonic()
@@ -49,9 +50,15 @@ class Output:
 
     def log_only(self, text: str) -> None:
         """Write one line to the launcher's log, not to the console."""
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             with self._log.open("a", encoding="utf-8") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} launcher | {text}\n")
+        except OSError as error:  # a full disk is no reason to lose the run
+            if not self._log_failed:
+                self._print(Text(f"warning: {self._log}: {error.strerror}; lines are lost there", style="yellow"))
+            self._log_failed = True
 
     def warn(self, text: str) -> None:
         """Print a warning line."""

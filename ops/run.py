@@ -66,7 +66,9 @@ class Interrupts:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Catch the signals."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup a lost terminal ends nothing
+            numbers.append(signal.SIGHUP)
         old = [signal.signal(number, self.add) for number in numbers]
         try:
             yield

@@ -34,7 +34,10 @@ def claim(run_dir: Path) -> FileLock:
     except OSError as error:
         raise NoResource(f"cannot make the run folder {run_dir} ({error.strerror}); set run.folder elsewhere") from None
     lock = FileLock(run_dir / LOCK_FILE)
-    pid = lock.take()
+    try:
+        pid = lock.take()
+    except OSError as error:
+        raise NoResource(f"cannot use the run folder {run_dir} ({error.strerror}); set run.folder elsewhere") from None
     if pid:
         raise RunTaken(
             f"run {run_dir.name!r} is already running (launcher pid {pid}); choose another --name, "
@@ -47,8 +50,9 @@ def write_config(run_dir: Path, config: Config) -> Path | None:
     """Write config.yaml; a different earlier one is kept under the next number, which is returned."""
     text = dump_config(config)
     path, kept = run_dir / CONFIG_FILE, None
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        kept = keep(path)
+    if path.exists() and (before := path.read_text(encoding="utf-8")) != text:
+        kept = unused(path)
+        write_atomically(kept, before)  # not renamed: a process that starts at this moment reads config.yaml
     write_atomically(path, text)
     return kept
 
@@ -88,15 +92,26 @@ def on_trial(run_dir: Path, config: Config) -> Iterator[Trial]:
 
 def keep(path: Path) -> Path:
     """Rename a file to its first unused number and return the new path."""
+    return path.rename(unused(path))
+
+
+def unused(path: Path) -> Path:
+    """Return the first unused one of NAME.1, NAME.2, ..."""
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    return path.rename(kept)
+    return kept
 
 
 def launcher_pid(run_dir: Path) -> int:
-    """Return the pid of the run's living launcher, 0 if there is none."""
-    return holder_pid(run_dir / LOCK_FILE)
+    """Return the pid of the run's living launcher, 0 if there is none; raises NoResource for another user's run."""
+    try:
+        return holder_pid(run_dir / LOCK_FILE)
+    except PermissionError:
+        raise NoResource(
+            f"run {run_dir.name!r} in {run_dir.parent} is another user's, who alone can see whether it lives and "
+            "command it; give one of your own by name or folder"
+        ) from None
 
 
 def find_run(name: str | None, folder: Path) -> Path:
@@ -110,8 +125,15 @@ def find_run(name: str | None, folder: Path) -> Path:
     runs = _runs(folder)
     if not runs:
         raise RunMissing(f"no run in {folder}/; start one with 'python launch.py CONFIG', or give the run's folder")
-    live = [path for path in runs if launcher_pid(path)]
+    live = [path for path in runs if _lives(path)]
     return (live or runs)[0]
+
+
+def _lives(run_dir: Path) -> bool:
+    try:
+        return launcher_pid(run_dir) != 0
+    except NoResource:
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:

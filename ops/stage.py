@@ -80,7 +80,8 @@ def _follow(
                 if part.endswith(b"\r"):
                     out.progress(f"{name}: {text.strip()}")
                 elif text.strip():
-                    log.write(f"{text}\n".encode())
+                    with contextlib.suppress(OSError):  # a full disk; the line is shown all the same
+                        log.write(f"{text}\n".encode())
                     out.say(f"{name}: {text}")
             if not chunk:
                 break

@@ -6,6 +6,7 @@ follow the file at any time. The file is the record; each line is also sent to t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -50,7 +51,7 @@ class Metrics:
                 self._pusher.send(os.lseek(self._fd, 0, os.SEEK_CUR) - len(line), line)
         except OSError as error:  # a full disk is no reason to lose the run
             if not self._failed:
-                sys.stderr.write(f"metrics are lost from step {step} on: {error.strerror}\n")
+                complain(f"metrics are lost from step {step} on: {error.strerror}")
             self._failed = True
 
     def close(self) -> None:
@@ -65,6 +66,13 @@ class Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error, a log too; one that a full disk does not take is lost, and nothing else."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def end_last_line(run_dir: Path | str) -> None:
@@ -169,8 +177,9 @@ class Log:
 
     def line(self, text: str) -> None:
         """Write one line as it is, after time and role."""
-        sys.stdout.write(f"{time.strftime('%H:%M:%S')} {self._name} | {text}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the disk of the log is full: no reason to lose the run
+            sys.stdout.write(f"{time.strftime('%H:%M:%S')} {self._name} | {text}\n")
+            sys.stdout.flush()
 
 
 class _LibraryLines(logging.Handler):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from ops.control import Control
-from ops.telemetry import Log
+from ops.telemetry import Log, complain
 
 
 def main() -> int:
@@ -45,10 +44,10 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     except RingStopped:
         pass
     except (ConfigError, DataError, TargetError, BadStates, RingError) as error:
-        print(str(error), file=sys.stderr, flush=True)
+        complain(str(error))
         return error.exit_code
     except torch.OutOfMemoryError as error:
-        print(f"target {rank}: out of GPU memory: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        complain(f"target {rank}: out of GPU memory: {str(error).splitlines()[0]}")
         return 5
     log("left", reason=control.stop_reason or "done")
     return 0

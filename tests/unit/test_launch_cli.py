@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -180,9 +182,25 @@ def test_clean_leaves_foreign_segments_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
-    (tmp_path / "s" / "gone").mkdir(parents=True)
+    (tmp_path / "s" / "gone-0123456789").mkdir(parents=True)
     monkeypatch.setattr("ops.commands.Ring.clean", lambda: [("/dflash.x.r0", "live, held by producer pid 1")])
     assert launch.main(["clean"]) == 0
     out = capsys.readouterr().out
     assert "/dflash.x.r0: live, held by producer pid 1" in out
-    assert not (tmp_path / "s" / "gone").exists()
+    assert not (tmp_path / "s" / "gone-0123456789").exists()
+
+
+@pytest.mark.parametrize(("number", "shown"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.ENOTDIR, False)])
+def test_what_the_machine_refuses_is_one_line_with_exit_code_5(
+    number: int, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_options: object) -> int:
+        raise OSError(number, os.strerror(number), "/disk/file")
+
+    monkeypatch.setitem(launch.COMMANDS, "clean", (refused, *launch.COMMANDS["clean"][1:]))
+    if not shown:  # the machine lacks nothing: where it comes from is shown
+        with pytest.raises(OSError, match="/disk/file"):
+            launch.main(["clean"])
+        return
+    assert launch.main(["clean"]) == 5
+    assert capsys.readouterr().err == f"/disk/file: {os.strerror(number)}\n"

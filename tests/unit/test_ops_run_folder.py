@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,8 +17,9 @@ from configs.load import ConfigError, config_from, load_config
 from ops.changes import change_live, change_on_restart
 from ops.errors import NoResource, RunMissing, RunTaken
 from ops.locks import FileLock, holder_pid
-from ops.paths import runtime_dir
-from ops.run_folder import claim, find_run, last_lines, on_trial, write_config
+from ops.paths import runtime_dir, runtime_dirs
+from ops.run import Interrupts
+from ops.run_folder import claim, find_run, last_lines, launcher_pid, on_trial, write_config
 
 
 def test_a_claim_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
@@ -155,3 +158,88 @@ def test_a_socket_folder_of_someone_else_is_refused(tmp_path: Path, monkeypatch:
     (tmp_path / "link").symlink_to(shared)
     with pytest.raises(NoResource, match="is not a private folder"):
         runtime_dir(tmp_path / "run", create=True)
+
+
+def test_what_is_cleaned_of_a_socket_folder_is_nothing_but_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone's home, or $XDG_RUNTIME_DIR, is private and short: a natural DFLASH_RUNTIME_DIR, with more in it."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(home))
+    ours = [runtime_dir(tmp_path / name, create=True) for name in ("a", "b" * 60)]
+    for folder in ours:
+        for name in ("launcher.lock", "target0.ready", "launcher.sock"):
+            (folder / name).touch()
+    for name in ("Documents/thesis.txt", ".ssh/known_hosts", "0123456789/photo.jpg", "bus-0123456789/user/bus.sock"):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).touch()
+    (home / "link-0123456789").symlink_to(ours[0])
+    (home / "0123456789abcdef.lock").touch()
+    assert runtime_dirs() == sorted(ours)
+
+
+def test_config_yaml_is_there_at_every_moment_of_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is started again while `set` or `restart --set` writes it reads the old one or the new one."""
+    write_config(tmp_path, config_from({"optimizer": {"lr": 0.1}}))
+    seen = []
+
+    def write(path: Path, text: str) -> None:
+        seen.append(load_config(tmp_path / "config.yaml").optimizer.lr)
+        path.write_text(text)
+
+    monkeypatch.setattr("ops.run_folder.write_atomically", write)
+    write_config(tmp_path, config_from({"optimizer": {"lr": 0.2}}))
+    assert seen == [0.1, 0.1]
+    assert load_config(tmp_path / "config.yaml").optimizer.lr == 0.2
+
+
+def test_a_run_folder_whose_lock_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a" / "lock").mkdir(parents=True)
+    with pytest.raises(NoResource, match=r"cannot use the run folder .*/a \(Is a directory\); set"):
+        claim(tmp_path / "a")
+
+
+def test_a_run_of_another_user_is_passed_over_and_named_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = claim(tmp_path / "mine")
+    for number, name in enumerate(("mine", "theirs")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        write_config(tmp_path / name, config_from({}))
+        os.utime(tmp_path / name / "config.yaml", (number, number))
+
+    def probe(path: Path) -> int:
+        if path.parent.name == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return holder_pid(path)
+
+    monkeypatch.setattr("ops.run_folder.holder_pid", probe)
+    assert find_run(None, tmp_path).name == "mine"
+    with pytest.raises(NoResource, match=r"run 'theirs' in .* is another user's"):
+        launcher_pid(find_run("theirs", tmp_path))
+    held.drop()
+
+
+def test_a_lock_is_taken_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ops.locks.os.pwrite", no_space)
+    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert lock.take() == 0
+    assert other.take() == holder_pid(tmp_path / "lock") == -1
+    lock.drop()
+
+
+@pytest.mark.parametrize(("before", "asked"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_a_lost_terminal_asks_for_the_end_but_not_under_nohup(before: signal.Handlers, asked: bool) -> None:
+    old = signal.signal(signal.SIGHUP, before)
+    try:
+        interrupts = Interrupts()
+        with interrupts.installed():
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupts.asked == asked
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, old)

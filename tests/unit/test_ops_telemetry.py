@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from ops.output import Output
 from ops.telemetry import METRICS_FILE, Log, Metrics, end_last_line
 
 
@@ -97,3 +100,24 @@ def test_a_log_line_is_role_event_and_fields(capsys: pytest.CaptureFixture[str])
 def test_a_newline_in_a_value_stays_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     Log("launcher")("stop", why="one\ntwo")
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_log_on_a_full_disk_ends_no_process() -> None:
+    code = """
+from ops.telemetry import Log, complain
+Log("drafter", 0)("checkpoint", step=3)
+complain("no space")
+"""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=full, stderr=full, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_the_launchers_log_on_a_full_disk_is_said_once_and_the_console_goes_on() -> None:
+    console = io.StringIO()
+    out = Output(Path("/dev/full"), Console(file=console, width=200))
+    out.say("one")
+    out.warn("two")
+    assert console.getvalue().splitlines() == [
+        "warning: /dev/full: No space left on device; lines are lost there", "one", "warning: two",
+    ]  # fmt: skip
