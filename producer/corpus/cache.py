@@ -25,7 +25,7 @@ from producer.corpus.sources import fingerprint, read_chunks
 from producer.corpus.store import CorpusWriter
 from producer.corpus.tokenizing import RowTokenizer, tokenize
 
-TOKENIZING_VERSION = 2
+TOKENIZING_VERSION = 3
 """Raised whenever this code makes other tokens or masks of the same rows."""
 
 Say = Callable[[str], None]

@@ -20,6 +20,8 @@ from producer.corpus.conversation import BadRow, Conversation, Message
 
 _MARKERS = re.compile(r"{%-?\s*generation\b")
 _EMPTY_REASONING = re.compile(r"\s*<(think|thinking|reasoning)>\s*</\1>\s*")
+_REASONING_OPENED = re.compile(r"<(think|thinking|reasoning)>\s*\Z")
+_LONGEST_OPENING = 32
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 END_OF_TURN_OUTSIDE = "ends of turn outside the template's generation markers"
 TURNS_NOT_SUPERVISED = "earlier answers not supervised, since the template rewrites them"
@@ -91,7 +93,7 @@ class ChatTokenizer:
         messages = conversation.messages[: last + 1]
         if any("tool_calls" in message for message in messages) and "tool_calls" not in self._template:
             raise BadRow("tools_not_in_template", "the chat template does not print tool calls")
-        plain = [{key: value for key, value in message.items() if key != "finish_reason"} for message in messages]
+        plain = [_as_templates_read(message) for message in messages]
         render = self._by_markers if self._has_markers else self._by_prefixes
         rendered = render(plain, messages, conversation.tools)
         mask = np.zeros(len(rendered.ids), dtype=np.uint8)
@@ -163,7 +165,11 @@ class ChatTokenizer:
         places = np.flatnonzero(inside)
         if len(places) and not self._empty_reasoning and not any(message.get(key) for key in _REASONING_KEYS):
             begin = int(starts[places[0]])
-            block = _EMPTY_REASONING.match(rendered.text, begin)
+            before = max(0, begin - _LONGEST_OPENING)
+            opened = _REASONING_OPENED.search(
+                rendered.text[before:begin]
+            )  # the prompt may supply the block's beginning
+            block = _EMPTY_REASONING.match(rendered.text, before + opened.start() if opened else begin)
             if block and not _EMPTY_REASONING.match(str(message["content"])):
                 inside &= starts >= block.end()
                 self.notes[EMPTY_REASONING] += 1
@@ -201,6 +207,13 @@ class ChatTokenizer:
         except Exception as error:  # templates raise what they like (jinja2 errors, type errors)
             raise BadRow("template_error", str(error)) from None
         return str(text)
+
+
+def _as_templates_read(message: Message) -> Message:
+    """A message for a template: reasoning under both names that templates read (newer transformers do the same)."""
+    plain = {key: value for key, value in message.items() if key != "finish_reason"}
+    reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
+    return plain if reasoning is None else plain | dict.fromkeys(("reasoning_content", "thinking"), reasoning)
 
 
 def _text_after(rendered: _Rendered, inside: NDArray[np.bool_], token: int) -> str:

@@ -53,7 +53,7 @@ def conversation_of(row: Any, answered: bool = True) -> Conversation | None:
     if isinstance(row, dict) and row.get("finish_reason") == "length" and messages[-1]["role"] == "assistant":
         messages[-1]["finish_reason"] = "length"
     _check_order(messages, answered)
-    return Conversation(messages, _decoded(tools) or None)
+    return Conversation(messages, _tools(tools))
 
 
 def unknown_fields(row: Any, kind: str) -> str:
@@ -74,7 +74,7 @@ def _turns(row: Any, answered: bool) -> Any:
         return row
     for key in ("messages", "conversations", "conversation"):
         if row.get(key) is not None:
-            return row[key]
+            return _with_system(row, row[key])
         if key in row:
             raise BadRow("empty")
     for question in _QUESTIONS:
@@ -82,22 +82,31 @@ def _turns(row: Any, answered: bool) -> Any:
             continue
         for answer in _ANSWERS:
             if row.get(answer) is not None:
-                asked = _joined(row[question], row.get("input")) if question == "instruction" else row[question]
-                return _system(row) + _as_turns("user", asked) + _as_turns("assistant", row[answer])
+                asked = _as_turns("user", _asked(row, question))
+                return _with_system(row, asked + _as_turns("assistant", row[answer]))
         if not answered:
-            return _system(row) + _as_turns("user", row[question])
+            return _with_system(row, _as_turns("user", _asked(row, question)))
     return None
 
 
-def _joined(instruction: Any, more: Any) -> Any:
+def _asked(row: dict[str, Any], question: str) -> Any:
+    """The question; an instruction with the text that it is about (Alpaca's `input`, Dolly's `context`)."""
+    instruction = row[question]
+    more = (row.get("input") or row.get("context")) if question == "instruction" else None
+    if isinstance(instruction, str) and isinstance(more, str) and more:
+        return f"{instruction}\n\n{more}"
+    return instruction
+
+
+def _with_system(row: dict[str, Any], turns: Any) -> Any:
+    """Put a system prompt that has a field of its own before the turns, unless they begin with one."""
+    text = row.get("system") or row.get("system_prompt")
+    if not (isinstance(text, str) and text and isinstance(turns, list) and turns):
+        return turns
+    first = turns[0] if isinstance(turns[0], dict) else {}
     return (
-        f"{instruction}\n\n{more}" if isinstance(instruction, str) and isinstance(more, str) and more else instruction
+        turns if "system" in (first.get("role"), first.get("from")) else [{"role": "system", "content": text}, *turns]
     )
-
-
-def _system(row: dict[str, Any]) -> list[Any]:
-    text = row.get("system")
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
 
 
 def _as_turns(role: str, content: Any) -> list[Any]:
@@ -117,7 +126,10 @@ def _message(turn: Any) -> Message:
     calls = turn.get("tool_calls")
     message: Message = {"role": role}
     if calls:
-        message["tool_calls"] = [_tool_call(call) for call in _decoded(calls)]
+        decoded = _decoded(calls)
+        if not isinstance(decoded, list):
+            raise BadRow("bad_tool_call")
+        message["tool_calls"] = [_tool_call(call) for call in decoded]
     content = turn.get("content", turn.get("value"))
     if content is None and not calls:
         raise BadRow("null_content" if "content" in turn or "value" in turn else "bad_content")
@@ -146,6 +158,14 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise BadRow("bad_tool_call")
     known = {"id": call["id"]} if call.get("id") else {}
     return {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """The tools of a row, a list or JSON text of one; an empty text is none, as tables with one column for all have."""
+    tools = _decoded(value) if not isinstance(value, str) or value.strip() else None
+    if tools and not isinstance(tools, list):
+        raise BadRow("bad_tool_call", f"tools: expected a list, got {type(tools).__name__}")
+    return tools or None
 
 
 def _decoded(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -61,13 +62,27 @@ class Chunk(NamedTuple):
                 yield _decode(item, place)
 
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _is_unicode(content: Any) -> bool:
+    """Whether no text of the row holds half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _decode(line: bytes, place: str) -> Row:
     try:
         content = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return Row(None, place, "not_utf8")
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: brackets without end
         return Row(None, place, "not_json")
+    if _SURROGATE.search(line) and not _is_unicode(content):
+        return Row(None, place, "lone_surrogate")
     return Row(content, place) if isinstance(content, dict | list | str) else Row(None, place, "not_an_object")
 
 

@@ -115,15 +115,15 @@ def test_bad_rows_are_counted_by_reason_with_their_place_and_one_good_row_is_eno
     rows.append([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     write_rows(path, [*rows, chat("q", "a good one")])
     with path.open("ab") as file:
-        file.write(b'{"messages": [\n\n"\xff"\n3\n')
+        file.write(b'{"messages": [\n\n"\xff"\n3\n' + b"[" * 200_000 + b'\n{"text": "half a pair \\ud83d"}\n')
     report = prepared.prepare([{"path": str(path)}])
     assert report.skipped == {
-        "empty": 1, "no_assistant": 2, "not_json": 1, "not_utf8": 1, "not_an_object": 1,
+        "empty": 1, "no_assistant": 2, "not_json": 2, "not_utf8": 1, "not_an_object": 1, "lone_surrogate": 1,
     }  # fmt: skip
     assert report.used == 2  # an assistant's greeting alone is legal, since the template renders it
     assert report.first_place["no_assistant"].startswith(f"{path}:3")
     assert report.first_place["not_utf8"] == f"{path}:8"
-    assert report.rows == report.used + sum(report.skipped.values()) == 8
+    assert report.rows == report.used + sum(report.skipped.values()) == 10
     with pytest.raises(DataError, match=rf"{path}:1: empty; mend the row"):
         prepared.prepare([{"path": str(path)}], bad_rows="fail")
 

@@ -106,6 +106,36 @@ def test_an_empty_reasoning_block_of_the_template_is_not_supervised(off: bool, k
     assert supervised(ChatTokenizer(tokenizer, {}), tokenizer, reasoned) == "<think>hm</think>hello<|im_end|>"
 
 
+def test_an_empty_reasoning_block_that_the_prompt_opens_is_not_supervised() -> None:
+    """Case D-03: as Qwen3.5's template has it, where the prompt ends in an opened block and the answer closes it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+        "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    chats = ChatTokenizer(tokenizer, {})
+    assert supervised(chats, tokenizer, chat("hi", "hello")) == "hello<|im_end|>"
+    assert chats.notes[EMPTY_REASONING] == 1
+    kept = ChatTokenizer(tokenizer, {}, empty_reasoning=True)
+    assert supervised(kept, tokenizer, chat("hi", "hello")) == "\n</think>\n\nhello<|im_end|>"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        reasoned = [*chat("hi"), {"role": "assistant", "content": "hello", name: "hm"}]
+        assert supervised(chats, tokenizer, reasoned) == "hm\n</think>\n\nhello<|im_end|>"
+    assert chats.notes[EMPTY_REASONING] == 1
+
+
+def test_reasoning_reaches_the_template_by_the_name_that_it_reads() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.thinking %}({{ m.thinking }}){% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        reasoned = [*chat("hi"), {"role": "assistant", "content": "hello", name: "hm"}]
+        assert supervised_text(tokenizer, reasoned) == "(hm)hello<|im_end|>"
+
+
 def test_where_earlier_turns_are_rewritten_only_the_last_answer_is_supervised_and_the_others_counted() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = THINKING
@@ -173,6 +203,8 @@ def test_a_begin_of_sequence_token_that_the_template_prints_is_not_doubled(token
         ({"messages": ["hello"]}, "bad_turn"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          "bad_tool_call"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "bad_tool_call"),
+        ({"messages": chat("a", "b"), "tools": 5}, "bad_tool_call"),
         ({"conversations": [{"from": "human"}]}, "bad_content"),
     ],
 )  # fmt: skip
@@ -193,6 +225,11 @@ def test_all_forms_of_a_conversation_are_read() -> None:
     assert messages_of({"instruction": "a", "input": "x", "output": "b"}) == chat("a\n\nx", "b")
     system = {"role": "system", "content": "s"}
     assert messages_of({"system": "s", "prompt": "a", "response": "b"}) == [system, *expected]
+    assert messages_of({"system_prompt": "s", "question": "a", "response": "b"}) == [system, *expected]
+    shared = {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    assert messages_of(shared) == [system, *expected]
+    assert messages_of({"system": "other", "messages": [system, *expected]}) == [system, *expected]
+    assert messages_of({"instruction": "a", "context": "x", "response": "b"}) == chat("a\n\nx", "b")
     parts = [{"type": "text", "text": "b"}]
     assert messages_of({"messages": [expected[0], {"role": "assistant", "content": parts}]}) == expected
     assert messages_of({"text": "a"}) is None
@@ -200,6 +237,7 @@ def test_all_forms_of_a_conversation_are_read() -> None:
 
 def test_a_tool_call_may_have_no_content_and_its_arguments_become_a_mapping() -> None:
     """Case D-08: where the template does not print calls, the row is refused rather than trained on without them."""
+    assert conversation_of({"messages": chat("a", "b"), "tools": ""}) == Conversation(chat("a", "b"))
     tokenizer = make_tokenizer()
     call = {"function": {"name": "add", "arguments": '{"x": 1}'}}
     row = {"messages": [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"n": 1}]}
