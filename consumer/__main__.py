@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from ops.control import RESTART, Control
+from ops.control import RESTART, Control, OpsError
 from ops.telemetry import Log, complain
 
 
@@ -25,7 +25,12 @@ def main() -> int:
     arguments = parser.parse_args()
     rank = arguments.rank if arguments.rank is not None else _number("RANK")
     log = Log("drafter", rank)
-    with Control.start(arguments.run_dir, "drafter", rank) as control:  # before anything slow is imported
+    try:
+        control = Control.start(arguments.run_dir, "drafter", rank)  # before anything slow is imported
+    except OpsError as error:
+        complain(str(error))
+        return error.exit_code
+    with control:
         code = _run(arguments.run_dir, rank, control, log)
     on_several_gpus = _number("WORLD_SIZE") > 1 and _device().startswith("cuda")
     if on_several_gpus or control.stop_reason == RESTART:

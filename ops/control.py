@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from ops.errors import OpsError as OpsError  # what `start` raises, for both sides' __main__
 from ops.errors import Refused
 from ops.messages import Request, Server
 from ops.paths import label, runtime_dir, socket_path
@@ -64,7 +65,10 @@ class Control:
 
     @classmethod
     def start(cls, run_dir: Path | str, role: str, rank: int = 0) -> Control:
-        """Take over signals, bind the socket and serve; raises RunTaken if this role and rank already runs."""
+        """Take over signals, bind the socket and serve.
+
+        Raises RunTaken if this role and rank already runs, NoResource where there is no place for its socket.
+        """
         control = cls(Path(run_dir), role, rank)
         control._server.start()
         control._take_signals()

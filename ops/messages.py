@@ -99,26 +99,29 @@ class Server:
         while not self._closing.is_set():
             if poller.poll(TICK_MS):
                 *route, body = socket.recv_multipart()
-                socket.send_multipart([*route, self._answer(body).model_dump_json().encode()])
+                socket.send_multipart([*route, self._answer(body).encode()])
             self._tick()
         socket.close()
 
-    def _answer(self, body: bytes) -> Reply:
+    def _answer(self, body: bytes) -> str:
+        """Return the reply as JSON; whatever is wrong with a command, or with what comes of it, becomes a refusal."""
         try:
             request = Request.model_validate_json(body)
         except ValidationError as error:
-            return Reply(id="", ok=False, error=f"not a control request: {error.error_count()} faults", exit_code=2)
+            faults = f"not a control request: {error.error_count()} faults"
+            return Reply(id="", ok=False, error=faults, exit_code=2).model_dump_json()
         if request.version != PROTOCOL:
             error_line = f"control protocol {request.version} asked, this process speaks {PROTOCOL}: use one version"
-            return Reply(id=request.id, ok=False, error=error_line, exit_code=2)
+            return Reply(id=request.id, ok=False, error=error_line, exit_code=2).model_dump_json()
         try:
-            return Reply(id=request.id, ok=True, data=self._handle(request))
+            return Reply(id=request.id, ok=True, data=self._handle(request)).model_dump_json()
         except OpsError as error:
-            return Reply(id=request.id, ok=False, error=str(error), exit_code=error.exit_code)
+            return Reply(id=request.id, ok=False, error=str(error), exit_code=error.exit_code).model_dump_json()
         except Exception as error:  # the serving thread must outlive a fault in one command; the fault is shown
             with contextlib.suppress(OSError):  # the disk of the log is full
                 traceback.print_exc(file=sys.stderr)
-            return Reply(id=request.id, ok=False, error=f"{request.command} failed: {error!r}", exit_code=4)
+            failed = f"{request.command} failed: {error!r}"
+            return Reply(id=request.id, ok=False, error=failed, exit_code=4).model_dump_json()
 
 
 def lock_of(path: Path) -> Path:

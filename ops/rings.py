@@ -18,6 +18,8 @@ from types import TracebackType
 from configs.resume import handover_fault
 from configs.run_files import newest_step
 from ops.errors import RunTaken
+from ops.locks import holder_pid
+from ops.paths import runtime_dir
 from shm_ring import Board, Ring, SlotSpec, ring_name
 from shm_ring.errors import RingMissing
 from shm_ring.handover import Handover
@@ -61,13 +63,16 @@ class Rings:
 def clean_left_overs(run_dir: Path, say: Say, stopping: Callable[[], bool] = lambda: False) -> None:
     """Remove the segments of a crashed launch of this run; its orphans get some seconds to leave.
 
-    Raises RunTaken with the pids of processes that still use them.
+    Raises RunTaken with the pids of processes that still use them, or still serve a control socket: one that was
+    loading its model when the launcher died has no segment yet.
     """
     give_up, run = time.monotonic() + _LEAVE_S, run_dir.name
     while True:
         found = Ring.clean_run(run)
         removed = [name for name, what in found if what == "removed"]
         live = [f"{name} {what}" for name, what in found if what != "removed"]
+        locks = runtime_dir(run_dir).glob("*.lock")
+        live += [f"{lock.stem} (pid {pid})" for lock in locks if (pid := holder_pid(lock))]
         if removed:
             say(f"removed {len(removed)} left-over segments of an earlier launch: {', '.join(removed)}")
         if not live:

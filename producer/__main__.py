@@ -10,7 +10,7 @@ import argparse
 import os
 from pathlib import Path
 
-from ops.control import Control
+from ops.control import Control, OpsError
 from ops.telemetry import Log, complain
 
 
@@ -21,7 +21,12 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0)
     arguments = parser.parse_args()
     log = Log("target", arguments.rank)
-    with Control.start(arguments.run_dir, "target", arguments.rank) as control:  # before anything slow is imported
+    try:
+        control = Control.start(arguments.run_dir, "target", arguments.rank)  # before anything slow is imported
+    except OpsError as error:
+        complain(str(error))
+        return error.exit_code
+    with control:
         return _run(arguments.run_dir, arguments.rank, control, log)
 
 

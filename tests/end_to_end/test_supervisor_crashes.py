@@ -203,6 +203,16 @@ def test_a_launch_right_after_the_launcher_was_killed_waits_for_the_orphans(runs
     runs.assert_nothing_left()
 
 
+def test_a_launch_waits_for_orphans_that_were_loading_when_the_launcher_was_killed(runs: Runs) -> None:
+    launcher = runs.launch(steps=60, step_s=0.05, start_s={"target0": 600})
+    runs.until("a process without a ring", lambda: runs.process("target0").get("says") == "starting")
+    launcher.kill()
+    launcher.wait()
+    code, out = end(runs.launch(steps=20, step_s=0.01))
+    assert code == 0, out
+    runs.assert_nothing_left()
+
+
 def test_everything_killed_at_once_can_be_launched_again(runs: Runs) -> None:
     launcher = runs.launch(steps=60, step_s=0.05)
     runs.until_step(2)
