@@ -73,6 +73,13 @@ class Tiny:
             return [line for line in map(json.loads, lines) if line["role"] == role]
         return []
 
+    def log(self, name: str) -> str:
+        """The whole lines of a log, also while it is written; empty before it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.dir / "logs" / f"{name}.log").read_text(errors="replace")
+            return text[: text.rfind("\n") + 1]
+        return ""
+
     def status(self) -> dict[str, Any]:
         command = [sys.executable, "launch.py", "status", str(self.dir), "--json"]
         answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
