@@ -33,7 +33,7 @@ Int = Annotated[int, Strict()]
 Bool = Annotated[bool, Strict()]
 Float = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, Strict()]
-RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]  # neither .. nor an option
 
 
 class Section(BaseModel):

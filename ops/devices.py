@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from configs.load import ConfigError
@@ -19,6 +20,7 @@ from configs.schema import Config
 from ops.paths import DRAFTER, TARGET, label
 
 _SMI_TIMEOUT_S = 20
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 _CUDA = re.compile(r"cuda:[0-9]{1,4}(\+[0-9]{1,4})*")
 
 
@@ -75,10 +77,13 @@ class Map:
 
 
 def find_gpus() -> list[str]:
-    """List the ids of the GPUs that this process may use: CUDA_VISIBLE_DEVICES where set, else all of the machine."""
+    """List the ids of the GPUs that this process may use: CUDA_VISIBLE_DEVICES where set, else all of the machine.
+
+    As CUDA reads it, the list ends at the first word that can be none: -1, an empty one, NoDevFiles of SLURM.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+        return list(takewhile(_GPU.fullmatch, (part.strip() for part in visible.split(","))))
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return [str(number) for number in range(len(list(folder.iterdir())))]

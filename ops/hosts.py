@@ -208,7 +208,8 @@ class JoinedHosts:
                     time.sleep(0.05)
             self._closing.set()
             self._thread.join(5)
-        self._context.destroy(linger=200)
+        if not self._thread.is_alive():  # else its sockets are in use; it ends with the process
+            self._context.destroy(linger=200)
 
     def _others_stay(self) -> bool:
         return any(not other["lost"] and other.get("leaving") is not True for other in self._now().others)
@@ -386,15 +387,16 @@ def host_place(
 
     Raises ConfigError.
     """
+    whence = "" if nnodes is not None else " (by the environment; give --nnodes 1 for this host alone)"
     nnodes, node_rank, found = _from_environment(nnodes, node_rank, environment)
     if nnodes is None or nnodes == 1:
         return None
     rdzv = rdzv or found
     if node_rank is None or rdzv is None:
         missing = "--node-rank" if node_rank is None else "--rdzv HOST:PORT (or MASTER_ADDR and MASTER_PORT)"
-        raise ConfigError([f"--nnodes {nnodes}: {missing} is needed too"])
+        raise ConfigError([f"--nnodes {nnodes}{whence}: {missing} is needed too"])
     if nnodes < 1 or not 0 <= node_rank < nnodes:
-        raise ConfigError([f"--node-rank: expected 0..{nnodes - 1} (--nnodes {nnodes}), got {node_rank}"])
+        raise ConfigError([f"--node-rank: expected 0..{nnodes - 1} (--nnodes {nnodes}{whence}), got {node_rank}"])
     address, colon, port = rdzv.rpartition(":")
     if not colon or not address or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError([f"--rdzv: expected HOST:PORT, got {rdzv!r}"])
@@ -410,10 +412,17 @@ def _from_environment(
     if nnodes is None and "TORCHELASTIC_RUN_ID" in environment:
         if environment.get("LOCAL_WORLD_SIZE") != "1":
             raise ConfigError(["torchrun: launch.py starts a host's processes itself; use --nproc-per-node 1"])
-        nnodes, node_rank, step = int(environment["WORLD_SIZE"]), int(environment["RANK"]), 1
+        nnodes, node_rank, step = _number(environment, "WORLD_SIZE"), _number(environment, "RANK"), 1
     elif nnodes is None and environment.get("SLURM_NNODES", "1") != "1" and "SLURM_NODEID" in environment:
-        nnodes, node_rank = int(environment["SLURM_NNODES"]), int(environment["SLURM_NODEID"])
+        nnodes, node_rank = _number(environment, "SLURM_NNODES"), _number(environment, "SLURM_NODEID")
     return nnodes, node_rank, f"{address}:{int(port) + step}" if address and port.isdigit() else None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "nothing")
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError([f"{name}: expected a number, got {text}; give --nnodes 1 for this host alone"])
+    return int(text)
 
 
 def config_digest(config: Config) -> str:

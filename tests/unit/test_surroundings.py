@@ -1,0 +1,57 @@
+"""What a user's shell, a scheduler or another program has left in the environment is taken as it is meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.load import ConfigError, config_from
+from ops.devices import find_gpus, place
+from ops.hosts import host_place
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("2,3", ["2", "3"]),
+        (" GPU-8a1b , MIG-77/1/0", ["GPU-8a1b", "MIG-77/1/0"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("3,-1,4", ["3"]),
+        ("0,,1", ["0"]),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(
+    visible: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert find_gpus() == gpus
+
+
+def test_devices_are_numbered_within_what_the_user_left_visible() -> None:
+    config = config_from({"target": {"devices": ["cuda:1"]}, "training": {"devices": ["cuda:0"]}})
+    target, drafter = place(config, ["GPU-8a1b", "5"], 2).placements
+    assert target.environment["CUDA_VISIBLE_DEVICES"] == "5"
+    assert drafter.environment["CUDA_VISIBLE_DEVICES"] == "GPU-8a1b"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, r"--nnodes 2 \(by the environment; give --nnodes 1 .*--rdzv"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "a"}, "SLURM_NODEID: expected a number, got a; give --nnodes 1"),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1"}, "WORLD_SIZE: expected a number, got nothing"),
+    ],
+)
+def test_half_of_a_schedulers_variables_is_one_line_that_says_how_to_do_without(
+    environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        host_place(None, None, None, environment)
+    assert host_place(1, None, None, environment) is None
+
+
+@pytest.mark.parametrize("name", [".", "..", "-x", ".hidden", "", "a b", "a/b", "x" * 65])
+def test_a_run_name_is_neither_an_option_nor_another_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        config_from({"run": {"name": name}})
