@@ -294,10 +294,10 @@ class Launch:
     def _stop(self, supervisor: Supervisor) -> None:
         """End what still runs: gracefully, or at once at the second request."""
         self.commander.state = "stopping"
+        began, killed = self.interrupts.count, False  # before the line that invites another request
         if self.interrupts.asked:
             self.hosts.stopping()
             self.out.say("stopping: both sides finish their step, the drafter saves (again to end at once)")
-        began, killed = self.interrupts.count, False
         supervisor.stop()
         while not supervisor.all_left:
             if not killed and self.interrupts.count > max(began, 1):

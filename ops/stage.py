@@ -69,8 +69,9 @@ def _follow(
     with path.open("ab", buffering=0) as log, selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not interrupted():
-            if not selector.select(_POLL_S):
-                if process.poll() is not None:
+            has_left = process.poll() is not None  # asked before looking, so that its last lines are not missed
+            if not selector.select(0 if has_left else _POLL_S):
+                if has_left:
                     break  # a grandchild may keep the pipe open
                 continue
             chunk = os.read(process.stdout.fileno(), 65536)

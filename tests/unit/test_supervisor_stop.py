@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from ops.devices import Map, Placement
 from ops.hosts import OneHost
 from ops.output import Output
 from ops.paths import DRAFTER, TARGET
+from ops.run import Interrupts, Launch
 from ops.supervisor import Modules, Supervisor
 
 
@@ -40,3 +42,17 @@ def test_a_restart_that_was_asked_for_in_the_moment_of_the_stop_starts_nothing(
     supervisor.tick()
     assert bool(started) != stopped, "without the stop both are started"
     assert supervisor.all_left
+
+
+def test_a_second_ctrl_c_counts_from_the_moment_that_the_first_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    interrupts, stops, ticks = Interrupts(), [], iter(range(100))
+    interrupts.add()
+    launch = SimpleNamespace(
+        commander=SimpleNamespace(), interrupts=interrupts, hosts=OneHost(1, 1),
+        out=SimpleNamespace(say=lambda line: interrupts.add() if line.startswith("stopping") else None),
+    )  # fmt: skip
+    supervisor = SimpleNamespace(stop=lambda now=False: stops.append(now), all_left=False, tick=lambda: next(ticks))
+    with pytest.raises(StopIteration):  # nothing leaves by itself
+        Launch._stop(launch, supervisor)  # type: ignore[arg-type]
+    assert stops == [False, True]
