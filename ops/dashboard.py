@@ -56,11 +56,12 @@ def _one_picture(viewer: Viewer, console: Console, as_json: bool, svg: Path | No
 
 def _plain(viewer: Viewer, console: Console) -> None:
     while True:
-        picture = viewer.look()
+        alive = launcher_pid(viewer.run_dir)  # asked before looking, so that the last picture is that of the end
+        picture = viewer.look(anew=not alive)
         text = frame(picture, viewer.occupancies, max(console.width, MIN_WIDTH))
         console.file.write(text.plain.rstrip("\n") + "\n\n")
         console.file.flush()
-        if not launcher_pid(viewer.run_dir):
+        if not alive:
             return
         until = time.monotonic() + PLAIN_EVERY_S
         while time.monotonic() < until and launcher_pid(viewer.run_dir):
@@ -78,7 +79,7 @@ def _screen(viewer: Viewer, console: Console) -> None:
             looks += 1
             if pressed(1 / LOOKS_PER_S) in ("q", "Q", "\x03"):
                 break
-    console.print(frame(viewer.look(), viewer.occupancies, console.width))
+    console.print(frame(viewer.look(anew=True), viewer.occupancies, console.width))
 
 
 @contextlib.contextmanager

@@ -77,10 +77,13 @@ class Viewer:
         self._rings.clear()
         self._listener.close()
 
-    def look(self) -> dict[str, Any]:
-        """Return the present picture as plain values; `--json` prints it."""
+    def look(self, anew: bool = False) -> dict[str, Any]:
+        """Return the present picture as plain values; `--json` prints it.
+
+        The launcher's word is asked for once a second; `anew`: now, whenever that was last.
+        """
         now = time.monotonic()
-        if now - self._status_at >= STATUS_EVERY_S:
+        if anew or now - self._status_at >= STATUS_EVERY_S:
             self._status_at = now
             self._refresh_status()
             self._open_rings()
