@@ -13,7 +13,7 @@ from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Reader, Ring, ring_name
 from shm_ring.errors import RingEmpty, RingStopped
-from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, rest
+from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, may_end, rest
 
 
 class Fake:
@@ -58,6 +58,9 @@ class Fake:
             self.control.report(state="ready", step=self.step)
             while self.step < goal and not self.control.stopping:
                 self.control.wait_while_paused()
+                if asked.get("hold") and self.step == goal - 1 and not may_end(self.run_dir).exists():
+                    rest(0.02)
+                    continue
                 try:
                     slot = reader.take(timeout_s=0.5, stop=lambda: self.control.stopping)
                 except RingEmpty:

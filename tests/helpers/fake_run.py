@@ -7,7 +7,8 @@ The fakes are real processes on the real ring, control and telemetry; only the m
   start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
   save_s       duration of the last checkpoint (0)               chatter   lines of 200 characters to log at start (0)
   heldout      values of heldout.json                            prepare_exit  code of preparation
-  start_s      {"target0": seconds} that its start takes
+  start_s      {"target0": seconds} that its start takes      start_wait  names that wait for may_start() to begin
+  hold         true: the drafters' last step waits for may_end(), so that the run cannot end before a test is ready
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 from shm_ring import Field, SlotSpec
 
 SPEC = SlotSpec((Field("input_ids", "int32", (16,)),), {"fake": 1})
-STAY_S = 0.02
 
 
 def knobs() -> dict[str, Any]:
@@ -45,6 +45,18 @@ def leave_at_start(name: str, run_dir: Path) -> None:
         print(f"{name}: no such target: /does/not/exist", flush=True)
         sys.exit(int(code))
     rest(asked.get("start_s", {}).get(name, 0))
+    while name in asked.get("start_wait", ()) and not may_start(run_dir, name).exists():
+        rest(0.02)
+
+
+def may_start(run_dir: Path, name: str) -> Path:
+    """The file that a process of the knob `start_wait` waits for."""
+    return run_dir / f"{name}.may_start"
+
+
+def may_end(run_dir: Path) -> Path:
+    """The file that the drafters' last step waits for if the knob `hold` is set."""
+    return run_dir / "may_end"
 
 
 def chatter(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,10 +16,15 @@ from typing import Any
 import pytest
 
 from ops import commands
+from ops.errors import NoAnswer
 from shm_ring.names import SHM_DIR, segments_of_run, state_name
+from tests.helpers.fake_run import may_end, may_start
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 30.0
+LIMIT_S = 120.0
+"""A watchdog, far above what anything takes: a machine may stand still for a while."""
+FOREVER = 10**9
+"""Steps of a run that ends only because it is told to."""
 
 
 class Runs:
@@ -32,7 +38,7 @@ class Runs:
         (folder / "c.yaml").write_text(
             "target: {devices: [cpu]}\ntraining: {devices: [cpu]}\nring: {num_slots: 4}\n"
             "data: {sources: [{path: read-by-none.jsonl}]}\n"
-            "supervisor: {backoff_s: 0.05, stop_timeout_s: 4}\n"
+            "supervisor: {backoff_s: 0.05, stop_timeout_s: 60}\n"
         )
 
     @property
@@ -57,8 +63,14 @@ class Runs:
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
 
     def status(self) -> dict[str, Any]:
-        """Ask for the status of the run, as `launch.py status --json` does."""
-        return commands.status(self.run_dir)
+        """Ask for the status of the run, as `launch.py status --json` does; again if the launcher is slow to answer."""
+        give_up = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                return commands.status(self.run_dir)
+            except NoAnswer:
+                if time.monotonic() > give_up:
+                    raise
 
     def process(self, name: str) -> dict[str, Any]:
         """The status of one process; empty before it is known."""
@@ -72,6 +84,14 @@ class Runs:
                 return value
             time.sleep(0.05)
         pytest.fail(f"not within {limit_s} s: {what}\n{self.log('launcher')}")
+
+    def let_end(self, name: str = "") -> None:
+        """Let the drafters of a run with the knob `hold` make their last step."""
+        may_end(self.run_dir.with_name(name or self.name)).touch()
+
+    def let_start(self, name: str) -> None:
+        """Let a process of the knob `start_wait` start, in this life and in later ones."""
+        may_start(self.run_dir, name).touch()
 
     def until_step(self, step: int) -> None:
         """Wait until the drafter has made a step."""
@@ -126,7 +146,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
             process.stdout.close()
         process.wait()
     for pid in made.processes():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for name in segments_of_run(made.name):
         os.unlink(f"{SHM_DIR}{name}")
     Path(SHM_DIR + state_name(made.name)).unlink(missing_ok=True)
