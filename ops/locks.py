@@ -12,7 +12,8 @@ import time
 import weakref
 from pathlib import Path
 
-_PROBE_GRACE_S = 0.4
+_LEAVING_S = 0.4
+_LOOKED_AT_S = 30.0
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
@@ -27,17 +28,19 @@ class FileLock:
     def take(self) -> int:
         """Take the lock; returns 0, or the pid of the living holder (-1 if unknown).
 
-        Waits a moment before it gives up: holder_pid() of another process holds the lock shared for microseconds.
+        Waits a moment for a holder that is just leaving, and longer while others only look: holder_pid() holds the
+        lock shared for microseconds, but its process may stand still meanwhile.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        give_up = time.monotonic() + _PROBE_GRACE_S
+        began = time.monotonic()
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > give_up:
-                    pid = _read_pid(fd)
+                looked_at = _is_only_looked_at(fd)
+                if time.monotonic() - began > (_LOOKED_AT_S if looked_at else _LEAVING_S):
+                    pid = -1 if looked_at else _read_pid(fd)
                     os.close(fd)
                     return pid
                 time.sleep(0.02)
@@ -74,6 +77,16 @@ def holder_pid(path: Path) -> int:
         return 0
     finally:
         os.close(fd)
+
+
+def _is_only_looked_at(fd: int) -> bool:
+    """Whether nobody but holder_pid() keeps the lock from being taken."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True
 
 
 def _read_pid(fd: int) -> int:

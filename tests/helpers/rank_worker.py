@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from consumer.staging import empty_pack
 from consumer.step import TrainStep
 from tests.unit.test_step import overwrite, pack_of, step_of
 
+MEETING_LIMIT_S = 3600.0
+"""Far longer than the test waits: a death is heard of because the connection breaks, not because a limit ends."""
 SHARES = (0.1, 0.2, 0.8, 1.0)
 """Supervised share of the four packs: their sums of loss weights are far apart."""
 
@@ -93,24 +94,23 @@ def turns(ranks: Ranks) -> list[Any]:
     ]  # fmt: skip
 
 
-def after_a_death(ranks: Ranks) -> tuple[str, float]:
-    """What rank 0 hears, and how fast, when rank 1 has been killed."""
-    ranks.barrier()
-    if ranks.rank == 1:
-        os.kill(os.getpid(), 9)
-    began = time.monotonic()
+def after_a_death(ranks: Ranks) -> str:
+    """What rank 0 hears when rank 1 has been killed, in the midst of their meeting or before the next."""
     try:
+        ranks.barrier()
+        if ranks.rank == 1:
+            os.kill(os.getpid(), 9)
         ranks.exchange(Offer())
     except PeerLost as lost:
-        return str(lost), time.monotonic() - began
-    return "", time.monotonic() - began
+        return str(lost)
+    return ""
 
 
 def main() -> None:
     """Do everything."""
     torch.set_num_threads(1)
     place = Place.read(os.environ)
-    with Ranks(place, torch.device("cpu"), timeout_s=60) as ranks:
+    with Ranks(place, torch.device("cpu"), timeout_s=MEETING_LIMIT_S) as ranks:
         found: dict[str, Any] = {
             "whole": train(step_of(micro_steps=4), [0, 1, 2, 3]),
             "split": split(ranks, {0: [0, 1], 1: [2, 3]}),

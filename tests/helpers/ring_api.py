@@ -22,6 +22,8 @@ from shm_ring import (
 
 SPEC = SlotSpec((Field("ids", "int32", (256,)), Field("features", "bfloat16", (256, 8))))
 Make = Callable[..., Ring]
+PATIENCE_S = 300.0
+"""For what comes without fail: a thread or a process may stand still for a while."""
 
 
 @pytest.fixture
@@ -48,13 +50,13 @@ def new_ring(run: str) -> Iterator[Make]:
 
 def publish(writer: Writer, *pack_ids: int) -> None:
     for pack_id in pack_ids:
-        slot = writer.acquire(timeout_s=5)
+        slot = writer.acquire(timeout_s=PATIENCE_S)
         slot.array("ids")[:] = pack_id
         writer.publish(slot, pack_id=pack_id)
 
 
 def take(reader: Reader) -> ReadSlot:
-    slot = reader.take(timeout_s=5)
+    slot = reader.take(timeout_s=PATIENCE_S)
     assert slot is not None
     return slot
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def ignore(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / f"handover-{os.getpid()}-{tmp_path.name[-3:]}"
+    folder = tmp_path / f"handover-{uuid.uuid4().hex}"
     (folder / "checkpoints").mkdir(parents=True)
     begin_generation(folder, ())
     yield folder
@@ -204,7 +205,7 @@ saver.hand_over(Contents(5, state, {}, frozenset(), {"generation": 0}), folder)
 @pytest.mark.parametrize("what", ["first", "again"])
 def test_kill_9_in_the_middle_of_filling_leaves_nothing_that_counts_and_it_is_cleaned(what: str, run_dir: Path) -> None:
     Handover.create(run_dir.name).close()
-    died = subprocess.run([sys.executable, "-c", DIES_WHILE_FILLING, str(run_dir), what], check=False, timeout=60)
+    died = subprocess.run([sys.executable, "-c", DIES_WHILE_FILLING, str(run_dir), what], check=False, timeout=300)
     assert died.returncode == -signal.SIGKILL
     left = Handover.open(run_dir.name)
     assert left is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_slices_of_a_wait_are_told_to_the_ring_as_one(tmp_path: Path, monkeypatc
     journal: Any = set()
     intake = Intake(ring, journal, Control(tmp_path, "drafter", 0), Phases())
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr("consumer.intake.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("consumer.intake.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     assert [intake.offer(0.0).pack_id for _ in range(4)] == [NOTHING_YET] * 3 + [AT_END]
     assert ring.told == [0.0, 2.0, 4.0, 6.0]
     intake.offer(0.0)

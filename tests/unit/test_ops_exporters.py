@@ -61,7 +61,7 @@ def test_prometheus_serves_the_latest_numbers_by_role_and_rank(tmp_path: Path) -
     try:
         for step in (1, 2):
             exporter.write({"time": 5.0, "role": "drafter", "rank": 1, "step": step, "loss": 0.5 * step})
-        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=300) as answer:
             text = answer.read().decode()
     finally:
         exporter.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,7 @@ def test_what_was_seen_longest_ago_is_kept_until_the_window_is_full_of_newer_mom
 def test_a_single_picture_has_the_rates_that_the_launcher_has_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
-    run_dir = tmp_path / f"rates{os.getpid()}"
+    run_dir = tmp_path / f"rates-{uuid.uuid4().hex}"
     run_dir.mkdir()
     write_config(run_dir, config_from({"run": {"name": run_dir.name}}))
     with Ring.create(ring_name(run_dir.name, 0), SPEC, num_slots=4) as ring:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,33 +34,74 @@ def test_a_claim_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
 
 def test_a_lock_dies_with_its_holder_and_not_with_its_forks_parent(tmp_path: Path) -> None:
     code = f"""
-import os, subprocess, sys
+import os, sys
 from pathlib import Path
 from ops.locks import FileLock
 lock = FileLock(Path({str(tmp_path / "lock")!r}))
 assert lock.take() == 0
+up, says_up = os.pipe()
 if os.fork() == 0:
+    os.write(says_up, b"x")
     sys.stdin.read()
     os._exit(0)
+os.read(up, 1)
 print("up", flush=True)
 os.kill(os.getpid(), 9)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"up\n"
-        holder.wait(10)
+        holder.wait(300)
         assert holder_pid(tmp_path / "lock") == 0, "the forked child still lives but must not hold it"
 
 
-def test_a_reader_that_looks_at_a_lock_is_no_reason_to_refuse(tmp_path: Path) -> None:
+class Clock:
+    """Stands for the module time: sleeping calls `after_sleep` with the seconds that have passed."""
+
+    def __init__(self, after_sleep: Callable[[float], None]) -> None:
+        self.now_s, self._after_sleep = 0.0, after_sleep
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._after_sleep(self.now_s)
+
+
+@pytest.mark.parametrize("stands_still_s", [0.1, 20.0])
+def test_a_reader_that_looks_at_a_lock_is_no_reason_to_refuse(
+    stands_still_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = (tmp_path / "lock").open("w")
     fcntl.flock(probe, fcntl.LOCK_SH)
-    timer = threading.Timer(0.1, probe.close)
-    timer.start()
+    clock = Clock(lambda now_s: probe.close() if now_s > stands_still_s else None)
+    monkeypatch.setattr("ops.locks.time", clock)
     lock = FileLock(tmp_path / "lock")
     assert lock.take() == 0
-    timer.join()
+    assert clock.now_s > stands_still_s
     lock.drop()
+
+
+def test_a_reader_that_never_ends_its_look_is_given_up_and_nobody_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ops.locks.time", Clock(lambda _now_s: None))
+    (tmp_path / "lock").write_text("123\n")  # of a holder that has left long ago
+    with (tmp_path / "lock").open() as probe:
+        fcntl.flock(probe, fcntl.LOCK_SH)
+        assert FileLock(tmp_path / "lock").take() == -1
+    lock = FileLock(tmp_path / "lock")
+    assert lock.take() == 0
+    lock.drop()
+
+
+def test_a_holder_that_is_leaving_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert first.take() == 0
+    monkeypatch.setattr("ops.locks.time", Clock(lambda now_s: first.drop() if now_s > 0.2 else None))
+    assert second.take() == 0
+    second.drop()
 
 
 def test_a_changed_config_keeps_the_old_one_under_a_number(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_lines_of_three_processes_never_mix(tmp_path: Path) -> None:
         "    for step in range(1000): m.write(step=step, text='x' * 200)\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(rank)]) for rank in range(3)]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(300) for writer in writers] == [0, 0, 0]
     lines = _lines(tmp_path)
     for rank in range(3):
         assert [line["step"] for line in lines if line["rank"] == rank] == list(range(1000))

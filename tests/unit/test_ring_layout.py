@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,9 +20,10 @@ SPEC = SlotSpec((Field("ids", "int32", (16,)), Field("features", "bfloat16", (64
 @pytest.fixture
 def new_ring() -> Iterator[Callable[[int], Ring]]:
     made: list[Ring] = []
+    run = f"layout.{uuid.uuid4().hex}"
 
     def make(num_slots: int) -> Ring:
-        made.append(Ring.create(ring_name(f"layout.{os.getpid()}", len(made)), SPEC, num_slots, ring_index=5))
+        made.append(Ring.create(ring_name(run, len(made)), SPEC, num_slots, ring_index=5))
         return made[-1]
 
     yield make
@@ -145,7 +147,7 @@ def test_a_damaged_schema_text_is_refused(text: str) -> None:
 def test_a_long_schema_reaches_the_other_side_whole(new_ring: Callable[[int], Ring]) -> None:
     del new_ring
     spec = SlotSpec((Field("a", "int8", (2,)),), {f"key{i}": "x" * 50 for i in range(100)})
-    ring = Ring.create(ring_name(f"layout.{os.getpid()}", 99), spec, 1)
+    ring = Ring.create(ring_name(f"layout.{uuid.uuid4().hex}", 99), spec, 1)
     try:
         with Ring.open(ring.name, spec) as other:
             assert other.spec.meta == spec.meta

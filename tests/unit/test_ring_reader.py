@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
@@ -240,7 +241,7 @@ def test_a_wait_in_slices_reports_itself_as_one_at_1_s_10_s_and_then_every_30_s(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(waiting.atomics, "wait_bells", lambda _bells, cap_s: clock.__setitem__(0, clock[0] + cap_s))
     before_s, empty = 0.0, lambda waited_s: errors.RingEmpty(f"{waited_s:.0f}")
     while before_s < 95.0:

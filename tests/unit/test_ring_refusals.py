@@ -30,7 +30,7 @@ def run() -> Iterator[str]:
 
 def python(code: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, check=False,
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def test_another_user_is_told_who_owns_the_segment(run: str) -> None:
 def in_small_shm(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$@"'
     return subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount, sys.executable, code, *args], capture_output=True, text=True, timeout=60,
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, code, *args], capture_output=True, text=True, timeout=300,
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +15,7 @@ def ring() -> Iterator[Ring]:
     spec = SlotSpec(
         (Field("ids", "int32", (16,)), Field("features", "bfloat16", (16, 8))), {"target_layer_ids": [1, 2]}
     )
-    made = Ring.create(ring_name(f"smoke.{os.getpid()}", 0), spec, num_slots=4)
+    made = Ring.create(ring_name(f"smoke.{uuid.uuid4().hex}", 0), spec, num_slots=4)
     yield made
     made.unlink()
     made.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +20,7 @@ LAYERS = (1, 4)
 @pytest.fixture
 def ring() -> Iterator[Ring]:
     spec = SlotSpec(tuple(Field(*field) for field in pack_fields(TOKENS, TAPS, HIDDEN, "bfloat16", True)), {})
-    made = Ring.create(ring_name(f"staging.{os.getpid()}", 0), spec, num_slots=3)
+    made = Ring.create(ring_name(f"staging.{uuid.uuid4().hex}", 0), spec, num_slots=3)
     yield made
     made.unlink()
     made.close()
