@@ -101,8 +101,11 @@ class CheckpointTensors:
         return min(text or found, key=len, default=None)
 
 
-def load_frozen_head(folder: Path, tied: bool, dtype: torch.dtype, device: torch.device) -> FrozenHead:
-    """Read embedding and head. `tied`: the configuration says that the head is the embedding. Raises HeadError."""
+def load_frozen_head(folder: Path, tied: bool, dtype: torch.dtype | None, device: torch.device) -> FrozenHead:
+    """Read embedding and head, in the type they are stored in where dtype is None. Raises HeadError.
+
+    `tied`: the configuration says that the head is the embedding.
+    """
     tensors = CheckpointTensors(folder)
     name = tensors.find(EMBEDDING)
     if name is None:

@@ -169,9 +169,11 @@ def _identity(exported: Exported, place: Path, target: str, description: TargetD
 def _taps(exported: Exported) -> list[Finding]:
     facts = exported.facts
     special = {facts.bos_token_id, facts.pad_token_id, *facts.eos_token_ids}
-    mask = facts.shape.mask_token_id
+    mask, ids = facts.shape.mask_token_id, list(facts.target_layer_ids)
+    ascending = ids == sorted(ids)
+    order = "" if ascending else "; vLLM and SGLang join their states in the order of the layers: export it anew"
     return [
-        Finding(True, f"taps: outputs of layers {list(facts.target_layer_ids)} of {facts.num_target_layers}"),
+        Finding(ascending, f"taps: outputs of layers {ids} of {facts.num_target_layers}{order}"),
         Finding(mask not in special, f"mask token {mask} is none of bos, eos, pad ({sorted(filter(None, special))})"),
     ]
 

@@ -81,6 +81,11 @@ class DrafterFacts:
         return self.shape.block_size - 1
 
     @property
+    def taps_last_layer(self) -> bool:
+        """Whether the output of the target's last layer is among the taps."""
+        return self.num_target_layers - 1 in self.target_layer_ids
+
+    @property
     def is_mixed(self) -> bool:
         """Whether full and sliding layers occur together."""
         return {FULL, SLIDING} <= set(self.shape.layer_types)

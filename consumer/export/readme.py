@@ -9,6 +9,11 @@ MIXED_WARNING = (
     "sliding and full layers wrongly: export it with --format zlab for serving"
 )
 
+LAST_LAYER_WARNING = (
+    "SGLang takes states at the input of the layer after, so it cannot take the output of the target's last layer, "
+    "which this drafter reads: vLLM can"
+)
+
 
 def readme(facts: DrafterFacts, name: str, folder: str) -> str:
     """Write the text. `folder` is how the serve commands name the drafter."""
@@ -37,13 +42,22 @@ def readme(facts: DrafterFacts, name: str, folder: str) -> str:
             f"    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\",
             f"      --speculative-draft-model-path {folder} --speculative-num-draft-tokens {shape.block_size}",
             "",
-            f"(SGLang counts the anchor too: {shape.block_size} draft tokens are {drafted} speculated ones.)",
+            f"(SGLang counts the anchor too: {shape.block_size} draft tokens are {drafted} speculated ones. With "
+            "--quantization it quantises the drafter too, unless told --speculative-draft-model-quantization unquant.)",
             "",
         ]
-        if facts.is_mixed:
-            lines += ["Full and sliding layers are mixed: vLLM needs VLLM_USE_V2_MODEL_RUNNER=1.", ""]
+        if facts.taps_last_layer:
+            lines += [f"**Warning:** {LAST_LAYER_WARNING}.", ""]
+        if facts.dtype == "float32":
+            lines += ["SGLang loads a float32 drafter in float16 unless told --dtype, the target's.", ""]
     elif facts.is_mixed and shape.sliding_causal:
         lines += [f"**Warning:** {MIXED_WARNING}.", ""]
+    if facts.is_mixed:
+        lines += [
+            "Full and sliding layers are mixed: vLLM serves that with its V2 model runner alone, which "
+            "VLLM_USE_V2_MODEL_RUNNER=1 asks for where it is not the default.",
+            "",
+        ]
     return "\n".join([*lines, *_target_lines(facts), *_training_lines(facts)])
 
 

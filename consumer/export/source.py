@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.folder import FORMATS, read_export, write_export
 from consumer.export.identity import identify, stored_dtype
 from consumer.export.probe import as_json, probe_input, training_logits
-from consumer.export.readme import MIXED_WARNING, readme
+from consumer.export.readme import LAST_LAYER_WARNING, MIXED_WARNING, readme
 from consumer.frozen_head import FrozenHead, load_frozen_head
 
 
@@ -61,6 +62,20 @@ def facts_of(checkpoint: Checkpoint, target: Path, dtype: str = "auto") -> Draft
     )
 
 
+def in_layer_order(
+    facts: DrafterFacts, weights: dict[str, torch.Tensor]
+) -> tuple[DrafterFacts, dict[str, torch.Tensor]]:
+    """Sort the taps, and the columns of fc [H, K*H] with them: the same drafter, the sums of fc in another order.
+
+    vLLM 0.33.0 (models/interfaces.py) and SGLang 0.5.23 (models/qwen3.py) join the states in the order of the target's
+    layers, not of `target_layer_ids`: a list in another order would be served with fc's columns mixed up.
+    """
+    ids = facts.target_layer_ids
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    columns = weights["fc.weight"].unflatten(1, (len(ids), -1))[:, order].flatten(1)
+    return replace(facts, target_layer_ids=tuple(sorted(ids))), weights | {"fc.weight": columns}
+
+
 def export_checkpoint(
     path: Path, name: str, out: Path, target: Path | None = None, dtype: str = "auto"
 ) -> tuple[Path, list[str]]:
@@ -74,15 +89,14 @@ def export_checkpoint(
     folder = target or Path(checkpoint.meta["target"]["path"])
     if not folder.is_dir():
         raise ExportError(f"target: {folder} is not there (any more); give its folder with --target")
-    facts = facts_of(checkpoint, folder, dtype)
-    whole = load_frozen_head(
-        folder, checkpoint.meta["target"]["tie_word_embeddings"], getattr(torch, facts.dtype), torch.device("cpu")
-    )
+    facts, weights = in_layer_order(facts_of(checkpoint, folder, dtype), checkpoint.drafter())
+    # As stored, whatever the export's type: `verify` reads the target so, and compares logits with the probe's.
+    whole = load_frozen_head(folder, checkpoint.meta["target"]["tie_word_embeddings"], None, torch.device("cpu"))
     head = whole if facts.draft_vocab is None else whole.reduced(list(facts.draft_vocab))
-    weights = checkpoint.drafter()
     extra = {}
     if facts.draft_vocab is not None:
-        extra = speculators.vocabulary_tensors(facts.draft_vocab, head.head, facts.shape.vocab_size)
+        rows = head.head.to(getattr(torch, facts.dtype))
+        extra = speculators.vocabulary_tensors(facts.draft_vocab, rows, facts.shape.vocab_size)
     texts = {
         "README.md": readme(facts, name, out.name),
         "probe.json": json.dumps(_probe(facts, weights, head)) + "\n",
@@ -94,6 +108,8 @@ def export_checkpoint(
     ]
     if name == "speculators" and facts.is_mixed and facts.shape.sliding_causal:
         lines.append(f"warning: {MIXED_WARNING}")
+    if name == "zlab" and facts.taps_last_layer:
+        lines.append(f"warning: {LAST_LAYER_WARNING}")
     lines.append(
         f"serve it with num_speculative_tokens = {facts.num_speculative_tokens}; commands are in its README.md"
     )

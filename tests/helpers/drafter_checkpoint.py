@@ -21,11 +21,12 @@ def save_drafter(
     drafter: dict[str, object],
     vocabulary: list[int] | None = None,
     like_target: bool = False,
+    taps: list[int] | None = None,
 ) -> Path:
-    """Write folder/step-7 and return it; `drafter` are settings of the section of that name."""
+    """Write folder/step-7 and return it; `drafter` are settings of the section of that name, `taps` layer ids."""
     config = Config.model_validate(
         {
-            "target": {"model": str(target), "num_taps": 3, "dtype": "float32"},
+            "target": {"model": str(target), "num_taps": 3, "target_layer_ids": taps, "dtype": "float32"},
             "drafter": drafter,
             "pack": {"tokens": 256},
         }

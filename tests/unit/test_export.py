@@ -126,6 +126,8 @@ def test_only_the_trained_tensors_are_stored_in_the_type_that_config_json_states
     parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     size = (folder / "model.safetensors").stat().st_size
     assert abs(size - parameters * (4 if dtype == "float32" else 2)) < 4096
+    warned = "loads a float32 drafter in float16" in (folder / "README.md").read_text()
+    assert warned is ((name, dtype) == ("zlab", "float32"))
 
 
 def test_the_type_defaults_to_the_targets_stored_one_and_is_never_null(
@@ -211,6 +213,28 @@ def test_a_mix_of_causal_sliding_and_full_layers_warns_in_the_speculators_format
     _, lines = export_checkpoint(checkpoints["mixed"], "zlab", tmp_path / "z")
     assert not any(line.startswith("warning") for line in lines)
     assert "causal" not in json.loads((tmp_path / "z" / "config.json").read_text())["dflash_config"]
+
+
+@pytest.mark.parametrize("name", ["zlab", "speculators"])
+def test_taps_are_exported_in_the_order_of_the_layers_since_servers_join_them_so(
+    target: Path, tmp_path: Path, name: str
+) -> None:
+    saved = save_drafter(tmp_path / "saved", target, LAYOUTS["full"], taps=[3, 1, 2])
+    folder, _ = export_checkpoint(saved, name, tmp_path / "out", dtype="float32")
+    found = read_export(folder)
+    assert found.facts.target_layer_ids == (1, 2, 3)
+    states = dict(zip((1, 2, 3), torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)), strict=True))
+    learnt = torch.cat([states[3], states[1], states[2]], dim=-1) @ read_checkpoint(saved).drafter()["fc.weight"].T
+    served = torch.cat([states[1], states[2], states[3]], dim=-1) @ found.tensors["fc.weight"].T
+    torch.testing.assert_close(served, learnt)
+
+
+def test_the_last_layer_as_a_tap_warns_where_sglang_is_meant(target: Path, tmp_path: Path) -> None:
+    saved = save_drafter(tmp_path / "saved", target, LAYOUTS["full"], taps=[0, 2, 5])
+    for name, warned in (("zlab", True), ("speculators", False)):
+        folder, lines = export_checkpoint(saved, name, tmp_path / name)
+        assert any(line.startswith("warning") and "SGLang" in line for line in lines) is warned
+        assert ("last layer" in (folder / "README.md").read_text()) is warned
 
 
 @pytest.mark.parametrize(

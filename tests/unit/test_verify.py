@@ -55,6 +55,28 @@ def test_an_export_passes_against_its_target(exports: dict[str, Path], target: P
     assert any("real hidden states" in finding.text for finding in findings)
 
 
+@pytest.mark.parametrize("vocabulary", [None, [2, 9, 40, 77, 200]])
+def test_an_export_in_another_type_than_the_targets_passes(
+    target: Path, tmp_path: Path, vocabulary: list[int] | None
+) -> None:
+    saved = save_drafter(tmp_path / "saved", target, DRAFTER | {"layout": "full"}, vocabulary)
+    name = "zlab" if vocabulary is None else "speculators"
+    folder, _ = export_checkpoint(saved, name, tmp_path / "out", dtype="bfloat16")
+    findings = verify(folder, str(target))
+    assert all(finding.good for finding in findings), [finding.line for finding in findings]
+
+
+def test_taps_out_of_order_are_learnt_exported_and_verified_but_wrong_in_a_file(target: Path, tmp_path: Path) -> None:
+    saved = save_drafter(tmp_path / "saved", target, DRAFTER, taps=[3, 0, 2])
+    folder, _ = export_checkpoint(saved, "zlab", tmp_path / "out", dtype="float32")
+    findings = verify(folder, str(target))
+    assert all(finding.good for finding in findings), [finding.line for finding in findings]
+    unsorted = changed(folder, tmp_path / "unsorted", {"dflash_config.target_layer_ids": [3, 0, 2]})
+    wrong = [finding.text for finding in verify(unsorted, str(target)) if not finding.good]
+    assert len(wrong) == 1
+    assert "in the order of the layers" in wrong[0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
