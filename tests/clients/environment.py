@@ -6,6 +6,7 @@ since both clients pin torch and transformers tightly. It is kept in the cache b
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-BUILD_LIMIT_S, RUN_LIMIT_S = 240, 240
+BUILD_LIMIT_S, RUN_LIMIT_S = 240, 300
 SPECULATORS = (
     "speculators==0.9.0", "hs-connectors==0.9.0", "loguru==0.7.3", "pydantic-settings>=2", "python-dotenv>=1",
     "openai<3", "jiter", "distro", "sniffio", "httpx<1", "httpcore<2", "datasets==5.1.0", "dill",
@@ -32,15 +33,17 @@ def client_python(packages: tuple[str, ...]) -> Path:
     key = hashlib.sha256("\n".join([*packages, *parents, sys.version]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dflash-ring" / "clients"
     folder = cache / key
-    if not (folder / "complete").is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        _build(folder, packages, parents)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run of the tests may be building it
+        if not (folder / "complete").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            _build(folder, packages, parents)
     return folder / "bin" / "python"
 
 
 def _build(folder: Path, packages: tuple[str, ...], parents: list[str]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=BUILD_LIMIT_S)
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "parent.pth").write_text("\n".join(parents) + "\n")
     command = [

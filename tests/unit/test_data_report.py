@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from ops.data_report import draw, row_law
@@ -27,7 +28,9 @@ def plan(**more: Any) -> dict[str, Any]:
     return {"data_report": REPORT.as_dict() | more, "num_packs": 123, "pack_fill": 0.981}
 
 
-def test_every_number_of_the_report_is_drawn() -> None:
+def test_every_number_of_the_report_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has 80 columns, whatever is asked
+    monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(width=120, record=True, force_terminal=True)
     console.print(draw(plan()))
     text = console.export_text(clear=False)
