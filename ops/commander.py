@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +153,21 @@ def for_others(status: dict[str, Any]) -> dict[str, Any]:
 
 def _pass_on(children: Sequence[Child], command: str, **args: Any) -> dict[str, Any]:
     """Send a command to living processes; returns who acknowledged and who did not, with the reason."""
-    done, failed = [], {}
-    for child in children:
-        if child.pid is None:
-            continue
+
+    def tell(child: Child) -> str:
         try:
             ask(child.socket, command, _CHILD_ACK_S, **args)
-            done.append(child.name)
         except OpsError as error:
-            failed[child.name] = str(error)
-    return {"done": done, "failed": failed}
+            return str(error)
+        return ""
+
+    living = [child for child in children if child.pid is not None]
+    with ThreadPoolExecutor(max(1, len(living))) as pool:  # at once: meanwhile nobody is answered here
+        faults = dict(zip((child.name for child in living), pool.map(tell, living), strict=True))
+    return {
+        "done": [name for name, fault in faults.items() if not fault],
+        "failed": {name: fault for name, fault in faults.items() if fault},
+    }
 
 
 def ring_values(snapshot: Snapshot) -> dict[str, Any]:

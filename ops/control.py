@@ -108,7 +108,8 @@ class Control:
             self._state |= values
         if not self._marked_ready and self._state["state"] in READY_STATES:
             self._marked_ready = True
-            self._ready_mark.write_text(str(os.getpid()))
+            with contextlib.suppress(OSError):  # a full /tmp; then a death within the next half second is one at start
+                self._ready_mark.write_text(str(os.getpid()))
 
     def stop(self, reason: str = "asked") -> None:
         """Ask the process to stop, as `stop` from outside does; may be called again."""

@@ -56,6 +56,12 @@ class FileLock:
         """Whether this object holds the lock."""
         return self._fd >= 0
 
+    def touch(self) -> None:
+        """Renew the file's time: what clears old files out of /tmp would take it from a run of weeks."""
+        if self.held:
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
+
     def drop(self) -> None:
         """Give the lock back; the file stays, since removing it would let two holders in."""
         fd, self._fd = self._fd, -1

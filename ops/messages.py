@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from typing import Any
 import zmq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ops.errors import NoAnswer, NotRunning, OpsError, Refused, RunTaken
+from ops.errors import NoAnswer, NoResource, NotRunning, OpsError, Refused, RunTaken
 from ops.locks import FileLock, holder_pid
 
 PROTOCOL = 1
 LINGER_MS = 500
 TICK_MS = 200
+TOUCH_S = 3600.0
 _JOIN_S = 5.0
 
 
@@ -70,14 +72,20 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
-        """Bind and serve; raises RunTaken if a living process serves this socket."""
+        """Bind and serve; raises RunTaken if a living process serves this socket, NoResource if it cannot be bound."""
         pid = self._lock.take()
         if pid:
             raise RunTaken(f"{self.path.stem} of this run is already there (pid {pid}); stop it first")
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.bind(f"ipc://{self.path}")
+        try:
+            socket.bind(f"ipc://{self.path}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            self._lock.drop()
+            why = zmq.strerror(error.errno or 0)
+            raise NoResource(f"cannot listen at {self.path} ({why}); set DFLASH_RUNTIME_DIR elsewhere") from None
         self._thread = threading.Thread(target=self._serve, args=(socket,), name=self.path.stem, daemon=True)
         self._thread.start()
         return self
@@ -96,11 +104,15 @@ class Server:
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
+        touch_at = 0.0
         while not self._closing.is_set():
             if poller.poll(TICK_MS):
                 *route, body = socket.recv_multipart()
                 socket.send_multipart([*route, self._answer(body).encode()])
             self._tick()
+            if time.monotonic() >= touch_at:
+                self._lock.touch()
+                touch_at = time.monotonic() + TOUCH_S
         socket.close()
 
     def _answer(self, body: bytes) -> str:

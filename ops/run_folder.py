@@ -152,7 +152,7 @@ def last_lines(path: Path, count: int = 20, offset: int = 0) -> list[str]:
             end = file.seek(0, 2)
             file.seek(max(offset, end - 64 * 1024))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return []
     return [line[-2000:] for line in text.splitlines()[-count:]]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -160,7 +161,11 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         again = child.started_at > 0
         child.extra_environment = self._environment(child)
-        child.spawn()
+        try:
+            child.spawn()
+        except OSError as error:  # no more processes, no log file: what runs is stopped in order
+            self._fail(child, f"cannot be started ({error.strerror}: {error.filename or sys.executable})", 5)
+            return
         self._out.say(
             f"{child.name} started again, pid {child.pid}" if again else f"{child.placement.line}, pid {child.pid}"
         )

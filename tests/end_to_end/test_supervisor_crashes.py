@@ -298,6 +298,21 @@ def test_a_target_that_dies_in_every_life_ends_the_run_after_max_restarts(runs: 
     runs.assert_nothing_left()
 
 
+def test_a_process_that_cannot_be_started_again_ends_the_run_in_order(runs: Runs) -> None:
+    launcher = runs.launch(steps=100_000, step_s=0.01)
+    runs.until_step(6)
+    log = runs.run_dir / "logs" / "target0.log"
+    log.rename(log.with_suffix(".old"))
+    log.mkdir()
+    os.kill(runs.process("target0")["pid"], signal.SIGKILL)
+    code, out = end(launcher)
+    assert code == 5, out
+    assert f"target0 cannot be started (Is a directory: {log})" in out
+    saved = max(int(path.name.removeprefix("step-")) for path in (runs.run_dir / "checkpoints").glob("step-*"))
+    assert saved == runs.metrics("drafter")[-1]["step"], "the drafter was stopped and has saved"
+    runs.assert_nothing_left()
+
+
 def test_a_cause_that_would_repeat_is_not_restarted(runs: Runs) -> None:
     code, out = end(runs.launch(steps=FOREVER, pack_s=0.2, late_exit={"target0": 3}))
     assert code == 3

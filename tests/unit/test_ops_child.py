@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from ops.child import Child, child_environment
+from ops.commander import _pass_on
 from ops.control import Control
 from ops.devices import Placement
-from ops.errors import Refused
-from ops.messages import ask
+from ops.errors import NoAnswer, NoResource, Refused
+from ops.locks import holder_pid
+from ops.messages import Server, ask, lock_of
 from ops.paths import socket_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,3 +67,43 @@ def test_a_value_that_is_no_json_spoils_one_answer_and_not_the_serving_thread(
         control.report(loss=1.5)
         assert ask(socket_path(tmp_path / "run", "target", 0), "status", 300.0)["loss"] == 1.5
     assert "PydanticSerializationError" in capfd.readouterr().err
+
+
+def test_the_lock_of_a_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles removes files of /tmp that are ten days old; without its lock a process seems not to run."""
+    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
+    monkeypatch.setattr("ops.messages.TOUCH_S", 0.0)
+    socket = socket_path(tmp_path / "run", "target", 0)
+    with Control.start(tmp_path / "run", "target", 0):
+        os.utime(lock_of(socket), (0, 0))
+        for _ in range(2):  # what follows the first answer is done before the second
+            ask(socket, "status", 300.0)
+        assert lock_of(socket).stat().st_mtime > 0
+
+
+def test_a_socket_that_cannot_be_bound_is_one_line_and_leaves_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "launcher.sock"
+    (path / "in_the_way").mkdir(parents=True)
+    server = Server(path, lambda _request: {})
+    with pytest.raises(NoResource, match=r"cannot listen at .*launcher\.sock \(Address already in use\)"):
+        server.start()
+    assert holder_pid(lock_of(path)) == 0
+    server.close()
+
+
+def test_a_command_is_passed_on_to_all_processes_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    children = [Child(Placement("target", rank, None, 1), "none", tmp_path) for rank in range(3)]
+    monkeypatch.setattr(Child, "pid", 1)
+    together = threading.Barrier(len(children), timeout=300)
+
+    def answer(path: Path, *_: object) -> dict[str, object]:
+        together.wait()
+        if path.stem == "target1":
+            raise NoAnswer("target1 is suspended")
+        return {}
+
+    monkeypatch.setattr("ops.commander.ask", answer)
+    assert _pass_on(children, "pause") == {
+        "done": ["target0", "target2"],
+        "failed": {"target1": "target1 is suspended"},
+    }
