@@ -98,7 +98,7 @@ def test_a_set_without_a_value_and_a_word_too_many_are_refused_by_the_command_th
             launch.main(words.split())
         err = capsys.readouterr().err
         assert line in err
-        assert err.startswith("usage: python launch.py run ")
+        assert err.split()[:4] == ["usage:", "python", "launch.py", "run"]
 
 
 @pytest.mark.parametrize(
