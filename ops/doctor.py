@@ -8,7 +8,9 @@ PHASE_pct.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -75,18 +77,16 @@ class Report:
 def read_report(path: Path) -> Report:
     """Read a run's folder or a metrics file; raises RunMissing if there are no metrics."""
     file = path / METRICS_FILE if path.is_dir() else path
+    processes: dict[str, dict[int, _Numbers]] = {}
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    record = json.loads(line)
+                    processes.setdefault(record["role"], {}).setdefault(record["rank"], _Numbers()).add(record)
     except OSError as error:
         raise RunMissing(f"{file}: no metrics ({error.strerror}); give a run's folder or its metrics.jsonl") from None
-    lines: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            lines.setdefault(record["role"], {}).setdefault(record["rank"], []).append(record)
-        except (ValueError, KeyError, TypeError):
-            continue
-    sides = {role: _side(role, ranks) for role, ranks in lines.items() if role in _PHASES}
+    sides = {role: _side(role, list(ranks.values())) for role, ranks in processes.items() if role in _PHASES}
     if not sides:
         raise RunMissing(f"{file}: holds no lines of metrics; the run has not trained yet")
     return Report(str(path), sides)
@@ -178,25 +178,45 @@ def _changed_phases(new: Side, old: Side) -> list[str]:
     return [text for _, text in sorted(moved, reverse=True)]
 
 
-def _side(role: str, ranks: dict[int, list[dict[str, Any]]]) -> Side:
+class _Numbers:
+    """The numbers in the lines of one process: of a file of gigabytes nothing else is kept. Warm-up counts for nothing.
+
+    Where there are no lines but those of the warm-up, they are all there is.
+    """
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self.numbers: dict[str, array[float]] = {}
+        self.spent_s: dict[str, float] = {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in one line."""
+        if self.num_lines == WARM_UP_LINES:
+            self.numbers, self.spent_s = {}, {}
+        self.num_lines += 1
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("time", "rank", "step"):
+                self.numbers.setdefault(name, array("d")).append(value)
+        spent = record.get("spent_s")
+        for phase, seconds in spent.items() if isinstance(spent, dict) else ():
+            self.spent_s[phase] = self.spent_s.get(phase, 0.0) + float(seconds or 0.0)
+
+
+def _side(role: str, processes: list[_Numbers]) -> Side:
     medians: dict[str, list[float]] = {}
     spent_s: dict[str, float] = {}
-    for records in ranks.values():
-        kept = records[WARM_UP_LINES:] or records
-        for name in {key for record in kept for key in record}:
-            numbers = [r[name] for r in kept if isinstance(r.get(name), (int, float)) and not isinstance(r[name], bool)]
-            if numbers and name not in ("time", "rank", "step"):
-                medians.setdefault(name, []).append(median(numbers))
-        for record in kept:
-            spent = record.get("spent_s")
-            for phase, seconds in spent.items() if isinstance(spent, dict) else ():
-                spent_s[phase] = spent_s.get(phase, 0.0) + float(seconds or 0.0)
+    for process in processes:
+        for name, numbers in process.numbers.items():
+            medians.setdefault(name, []).append(median(numbers))
+        for phase, seconds in process.spent_s.items():
+            spent_s[phase] = spent_s.get(phase, 0.0) + seconds
     rates = medians.get("tokens_per_s")
     values = {name: sum(numbers) / len(numbers) for name, numbers in medians.items()}
     whole_s = sum(spent_s.values())
     if whole_s > 0:
         values |= {f"{phase}_pct": 100 * spent_s.get(phase, 0.0) / whole_s for phase in _PHASES[role]}
-    return Side(role, len(ranks), sum(map(len, ranks.values())), sum(rates) if rates else None, values, spent_s)
+    num_lines = sum(process.num_lines for process in processes)
+    return Side(role, len(processes), num_lines, sum(rates) if rates else None, values, spent_s)
 
 
 def _shares(side: Side) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
+import tracemalloc
 from collections import namedtuple
 from pathlib import Path
 
@@ -226,3 +227,20 @@ def test_on_a_machine_with_a_gpu_doctor_says_whether_hybrids_have_their_library(
     monkeypatch.setattr("ops.doctor_machine.hybrid_kernels", lambda: "")
     monkeypatch.setattr("ops.doctor_machine.shutil.which", lambda _name: None)
     assert _of("flash-linear-attention") == []
+
+
+def test_a_file_of_metrics_need_not_fit_into_memory(tmp_path: Path) -> None:
+    """Metrics of weeks are gigabytes, and doctor runs beside the run."""
+    record = {"time": 1.5, "role": "drafter", "rank": 0, "step": 1, "loss": 2.5, "accuracy": [0.25] * 100}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{json.dumps(record | {'tokens_per_s': 1000.0, 'spent_s': {'step': 0.5}})}\n" * 3_000)
+    tracemalloc.start()
+    try:
+        report = read_report(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.sides["drafter"].num_lines == 3_000
+    assert report.sides["drafter"].spent_s == {"step": 0.5 * 2_998}
+    assert report.value("drafter", "tokens_per_s") == 1000.0
+    assert peak_bytes < path.stat().st_size / 2
