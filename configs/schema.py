@@ -337,7 +337,8 @@ class EvaluationConfig(Section):
     """The held-out measurement that the launcher runs before and after training."""
 
     enabled: Bool = False
-    """Measure held-out accepted length with the real decoding loop at the end (first and last weights)."""
+    """Measure held-out accepted length with the real decoding loop at the end (first and last weights). Needs full
+    attention in every layer of the target; others are measured by `python launch.py eval`."""
     max_new_tokens: Int = Field(32, ge=1)
     """Tokens decoded for each held-out prompt."""
     batch_size: Int = Field(16, ge=1)

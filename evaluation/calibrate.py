@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 
 from configs.load import load_config
 from configs.run_files import RANDOM_WEIGHTS
@@ -31,7 +30,7 @@ from producer.corpus.schedule import Schedule
 from producer.prepare import slot_spec
 from producer.rows import PackMaker
 from producer.setup import make_target
-from producer.target import TargetDescription, describe_target
+from producer.target import TargetDescription, describe_target, load_tokenizer
 from producer.target_source import find_target
 
 CALIBRATE_S = 20.0
@@ -51,7 +50,7 @@ class _Log:
 def rate_of(role: str, config: Config, device: torch.device) -> float:
     """Measure one side on `device`, in tokens per second."""
     folder = find_target(config.target.model, config.target.revision, lambda _line: None)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+    tokenizer = load_tokenizer(folder.path)
     on_gpu = device.type == "cuda"
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
     if role == TARGET:

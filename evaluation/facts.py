@@ -16,10 +16,17 @@ from configs.schema import Config
 from consumer.memory import checkpoint_bytes, estimate_of
 from producer import packed_recurrent
 from producer.corpus.sources import check_files
-from producer.drafter_check import check_drafter, planned_shape
+from producer.drafter_check import check_drafter, check_target, planned_shape
 from producer.packed import KINDS, LINEAR, CannotPack
 from producer.prepare import identity_of, slot_spec
-from producer.target import TargetDescription, TargetError, describe_target, find_trunk
+from producer.target import (
+    TargetDescription,
+    TargetError,
+    describe_target,
+    find_trunk,
+    layer_kinds,
+    load_tokenizer,
+)
 from producer.target_source import TargetFolder, find_target
 from producer.trunk import model_class
 
@@ -47,8 +54,9 @@ def find_facts(config: Config, on_gpu: bool) -> Facts:
     Raises TargetNotFound, TargetError, SourceError; ConfigError for a drafter that could not start.
     """
     folder = find_target(config.target.model, config.target.revision, lambda _line: None)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+    tokenizer = load_tokenizer(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
+    check_target(config, folder.path)
     check_files(config.data.sources)
     check_drafter(Path(config.run.folder) / config.run.name, config, target, identity_of(config, target, folder.path))
     size, step = target_size(folder.path, target), estimate_of(config, target.as_dict())
@@ -109,7 +117,7 @@ def _target_bytes(config: Config, target: TargetDescription, size: TargetSize, s
 
 def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetSize, config: Config) -> list[str]:
     text = transformers.AutoConfig.from_pretrained(folder.path).get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]))
+    kinds = sorted(layer_kinds(text))
     reads = "packed" if size.packs and config.target.layout != "rows" else "rows"
     tied = "tied to the embedding" if target.tie_word_embeddings else "its own"
     deepest = max(target.target_layer_ids) + 1

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from configs.schema import TargetConfig
 from consumer.drafter import Drafter
@@ -15,8 +14,8 @@ from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.folder import is_export, read_export
 from consumer.export.source import facts_of, find_checkpoint
 from consumer.frozen_head import FrozenHead, load_frozen_head
-from producer.target import TargetDescription, describe_target
-from producer.target_source import find_target
+from producer.target import TargetDescription, describe_target, load_tokenizer
+from producer.target_source import check_weights, find_target
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,12 @@ def load_subject(path: Path, target: str | None, device: torch.device, dtype: st
 def describe(
     folder: Path, name: str, facts: DrafterFacts, device: torch.device, dtype: str
 ) -> tuple[TargetDescription, Any]:
-    """Describe the target with the drafter's taps and mask token; returns its tokenizer too. Raises TargetError."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    """Describe the target with the drafter's taps and mask token; returns its tokenizer too.
+
+    Raises TargetError, TargetNotFound.
+    """
+    tokenizer = load_tokenizer(folder)
+    check_weights(folder)
     settings = TargetConfig.model_validate(
         {
             "model": str(folder),

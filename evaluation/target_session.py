@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 from inspect import signature
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 
-from producer.target import TargetDescription, TargetError, find_trunk
+from producer.target import TargetDescription, TargetError, find_trunk, layer_kinds
+from producer.trunk import load_for_decoding
 
 
 class Read(NamedTuple):
@@ -33,19 +33,16 @@ class Read(NamedTuple):
 class TargetSession:
     """A loaded target, head included, with hooks on its taps; `start` begins a prompt, one at a time."""
 
-    def __init__(self, description: TargetDescription, device: torch.device, attention: str = "sdpa") -> None:
+    def __init__(self, description: TargetDescription, device: torch.device) -> None:
         """Load the target onto `device`."""
         self.description, self.device = description, device
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(description.path), dtype=getattr(torch, description.dtype), attn_implementation=attention
-        )
-        self.model: Any = model.to(device).eval().requires_grad_(False)
-        trunk: Any = find_trunk(model)
+        self.model: Any = load_for_decoding(description, device)
+        trunk: Any = find_trunk(self.model)
         self._taken: dict[int, Tensor] = {}
         for number in description.target_layer_ids:
             trunk.layers[number].register_forward_hook(self._hook(number))
-        kinds = set(getattr(trunk.config, "layer_types", None) or ["full_attention"])
+        kinds = layer_kinds(trunk.config)
+        self.attention = str(trunk.config._attn_implementation)
         self.other_layers = sorted(kinds - {"full_attention"})
         """Kinds of layer that cannot read a tree; empty if all layers can."""
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
@@ -67,6 +64,11 @@ class TargetSession:
             raise TargetError(
                 f"--tree: {self.description.name} has layers of kind {', '.join(self.other_layers)}, whose state "
                 "cannot branch; only targets with full attention everywhere can verify a tree: leave --tree out"
+            )
+        if self.attention != "sdpa":
+            raise TargetError(
+                f"--tree: {self.description.name} attends by {self.attention!r} in transformers, and a tree's mask is "
+                "known to be exact with 'sdpa' alone: leave --tree out"
             )
 
     @torch.inference_mode()

@@ -10,14 +10,14 @@ Shapes: R rows (prompts), C cached columns, B block slots, H hidden, K taps, V v
 from __future__ import annotations
 
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from producer.target import TargetDescription, TargetError, find_trunk
+from producer.target import TargetDescription, TargetError, find_trunk, refuse_batches
+from producer.trunk import load_for_decoding
 
 
 class Verifier:
@@ -26,16 +26,12 @@ class Verifier:
     def __init__(self, description: TargetDescription, device: torch.device) -> None:
         self.description = description
         self.device = device
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(description.path), dtype=getattr(torch, description.dtype), attn_implementation="sdpa"
-        )
-        self._model: Any = model.to(device).eval().requires_grad_(False)
-        trunk: Any = find_trunk(model)
+        self._model: Any = load_for_decoding(description, device)
+        trunk: Any = find_trunk(self._model)
         self._trunk = trunk
-        kinds = set(getattr(self._trunk.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise TargetError(f"evaluation: batches need full attention in every target layer, got {sorted(kinds)}")
+        refuse_batches(trunk.config, description.name)
+        if (attention := trunk.config._attn_implementation) != "sdpa":
+            raise TargetError(f"evaluation.enabled: batches need 'sdpa', {description.name} attends by {attention!r}")
         self._taken: dict[int, Tensor] = {}
         for number in description.target_layer_ids:
             trunk.layers[number].register_forward_hook(self._hook(number))

@@ -1,4 +1,4 @@
-"""Whether the drafter that a configuration asks for can start, judged from headers before anything is loaded.
+"""Whether the target is whole and the drafter that is asked for can start, judged before anything is loaded.
 
 Its shape must be possible, its initial weights must be there and fit, and a checkpoint to go on from must be of the
 same drafter, target and packs. Preparation and `python launch.py plan` ask here; the drafter itself looks again.
@@ -18,7 +18,8 @@ from configs.load import ConfigError
 from configs.resume import conflicts, with_drafter
 from configs.run_files import newest_step
 from configs.schema import Config
-from producer.target import TargetDescription
+from producer.target import TargetDescription, read_config, refuse_batches
+from producer.target_source import check_weights
 
 
 def check_drafter(run_dir: Path, config: Config, target: TargetDescription, identity: Mapping[str, Any]) -> None:
@@ -33,6 +34,17 @@ def check_drafter(run_dir: Path, config: Config, target: TargetDescription, iden
     check_resume(run_dir, with_drafter(identity, shape))
     if config.drafter.init_from is not None and newest_step(run_dir) < 1:  # else the weights are the checkpoint's
         check_initial(Path(config.drafter.init_from), shape, target.target_layer_ids)
+
+
+def check_target(config: Config, folder: Path) -> None:
+    """Refuse a target whose weights are not all there, or that could not be measured at the end as the run asks.
+
+    Raises TargetNotFound, TargetError.
+    """
+    if not config.target.random_weights:
+        check_weights(folder)
+    if config.evaluation.enabled:
+        refuse_batches(read_config(folder).get_text_config(), config.target.model)
 
 
 def planned_shape(config: Config, target: TargetDescription) -> DrafterShape:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 
 from configs.load import ConfigError, load_config, require_sources
 from configs.pack import pack_fields
@@ -31,8 +30,8 @@ from producer.corpus.schedule import schedule_of
 from producer.corpus.selection import select
 from producer.corpus.sources import SourceError
 from producer.corpus.tokenizing import TokenizingFailed
-from producer.drafter_check import check_drafter, check_resume
-from producer.target import TargetDescription, TargetError, describe_target
+from producer.drafter_check import check_drafter, check_resume, check_target
+from producer.target import TargetDescription, TargetError, describe_target, load_tokenizer
 from producer.target_source import TargetNotFound, find_target
 from shm_ring import Field, SlotSpec
 
@@ -61,8 +60,9 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     """Find the target, read the data, plan the packs; writes and returns the plan. Refuses what could not start."""
     require_sources(config)
     folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+    tokenizer = load_tokenizer(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
+    check_target(config, folder.path)
     log("target", mask_token=target.mask_token_id, taps=target.target_layer_ids, dtype=target.dtype)
     identity = identity_of(config, target, folder.path)
     check_drafter(run_dir, config, target, identity)

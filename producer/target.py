@@ -6,6 +6,8 @@ producer/trunk.py loads and runs it.
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import nn
 
 from configs.schema import TargetConfig
 
+LONGEST_REASON = 300
 TRUNK_NAMES = ("", "model", "language_model", "model.language_model", "text_model", "model.text_model", "model.model")
 
 
@@ -77,9 +80,40 @@ def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return ids
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Load the target's tokenizer. Raises TargetError where its files cannot be read."""
+    return _read(folder, "tokenizer", transformers.AutoTokenizer.from_pretrained)
+
+
+def read_config(folder: Path) -> Any:
+    """Read the target's config.json; an outer one may hold a text model's. Raises TargetError."""
+    return _read(folder, "config.json", transformers.AutoConfig.from_pretrained)
+
+
+def _read(folder: Path, what: str, load: Callable[..., Any]) -> Any:
+    try:
+        return load(folder, trust_remote_code=False)
+    except Exception as error:  # what is wrong with a model's files is raised in many kinds
+        reason = textwrap.shorten(str(error) or repr(error), LONGEST_REASON, placeholder=" ...")
+        raise TargetError(
+            f"target.model: {folder}: its {what} cannot be read by transformers {transformers.__version__}: {reason}"
+        ) from None
+
+
 def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: Any, on_gpu: bool) -> TargetDescription:
     """Read the description of the target in `folder`. Raises TargetError."""
-    outer = transformers.AutoConfig.from_pretrained(folder)
+    outer = read_config(folder)
+    try:
+        return _described(folder, name, config, tokenizer, outer, on_gpu)
+    except (AttributeError, TypeError) as error:
+        raise TargetError(
+            f"target.model: {name} ({type(outer).__name__}) is not described as a decoder with layers is: {error}"
+        ) from None
+
+
+def _described(
+    folder: Path, name: str, config: TargetConfig, tokenizer: Any, outer: Any, on_gpu: bool
+) -> TargetDescription:
     text = outer.get_text_config()
     num_layers = int(text.num_hidden_layers)
     heads = int(text.num_attention_heads)
@@ -89,7 +123,7 @@ def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: An
             f"target.target_layer_ids: expected distinct ids in 0..{num_layers - 1} ({name} has {num_layers} layers), "
             f"got {list(layer_ids)}"
         )
-    eos = text.eos_token_id if text.eos_token_id is not None else tokenizer.eos_token_id
+    ends = end_tokens(folder, text, tokenizer)
     return TargetDescription(
         path=str(folder),
         name=name,
@@ -107,11 +141,45 @@ def describe_target(folder: Path, name: str, config: TargetConfig, tokenizer: An
         tie_word_embeddings=bool(outer.tie_word_embeddings),
         dtype=_dtype(config.dtype, outer, on_gpu),
         target_layer_ids=tuple(layer_ids),
-        mask_token_id=choose_mask_token(config.mask_token_id, tokenizer, int(text.vocab_size)),
+        mask_token_id=choose_mask_token(config.mask_token_id, tokenizer, int(text.vocab_size), ends),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else ((eos,) if eos is not None else ()),
+        eos_token_ids=ends,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def end_tokens(folder: Path, text: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends the target's text when served: generation_config.json's, the tokenizer's and config.json's.
+
+    One place alone misses some: Qwen3.5's config.json has the end of a text but not of a turn, Gemma 2's neither.
+    """
+    file = folder / "generation_config.json"
+    served = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    named = (served, tokenizer.eos_token_id, getattr(text, "eos_token_id", None))
+    tokens = [token for place in named for token in (place if isinstance(place, list) else [place])]
+    return tuple(dict.fromkeys(token for token in tokens if token is not None))
+
+
+def layer_kinds(text: Any) -> set[str]:
+    """Kinds of the target's layers, by its text configuration; older ones name a window and no kinds."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        return set(kinds)
+    for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+        if getattr(text, name, None) is not None:
+            return {kind}
+    return {"full_attention"}
+
+
+def refuse_batches(text: Any, name: str) -> None:
+    """Refuse a target that evaluation/verifier.py cannot decode with. Raises TargetError."""
+    others = sorted(layer_kinds(text) - {"full_attention"})
+    if others:
+        raise TargetError(
+            f"evaluation.enabled: the measurement at a run's end decodes prompts together, which needs full attention "
+            f"in every target layer, and {name} has {', '.join(others)}; set it to false, and measure with "
+            "'python launch.py eval RUN'"
+        )
 
 
 DEFAULT_ROPE_THETA = 10000.0
@@ -143,13 +211,13 @@ def _dtype(wanted: str, outer: Any, on_gpu: bool) -> str:
     return str(outer.dtype or torch.bfloat16).removeprefix("torch.")
 
 
-def choose_mask_token(explicit: int | None, tokenizer: Any, rows: int) -> int:
+def choose_mask_token(explicit: int | None, tokenizer: Any, rows: int, ends: tuple[int, ...] = ()) -> int:
     """Choose the mask token: given, else the tokenizer's mask, else a reserved row. Never pad, eos or bos.
 
-    `rows` is the number of embedding rows. That the data never uses it is checked when the data is read.
-    Raises TargetError.
+    `rows` is the number of embedding rows, `ends` further tokens that end a text. That the data never uses it is
+    checked when the data is read. Raises TargetError.
     """
-    taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *ends}
     if explicit is not None:
         if explicit >= rows:
             raise TargetError(f"target.mask_token_id: expected below {rows} (embedding rows), got {explicit}")

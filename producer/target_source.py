@@ -8,6 +8,7 @@ safetensors folder and kept in a cache keyed by the file's hash. Whoever calls i
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -86,6 +88,29 @@ def find_target(model: str, revision: str | None, say: Say) -> TargetFolder:
         f"target.model: {model} is nowhere to be had (tried {'; '.join(tried)}); check the hub id (owner/name) and "
         "target.revision, log in if the model is gated, or give a local folder"
     )
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder whose weights are not all there, before hours go into its data. Raises TargetNotFound.
+
+    Reads the headers alone: a file that is shorter than its header says was not fetched to its end.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise TargetNotFound(f"target.model: {index}: expected a weight_map: {error!r}; fetch the file again") from None
+    files = sorted({folder / name for name in listed} or folder.glob("*.safetensors"))
+    if not files:
+        raise TargetNotFound(f"target.model: {folder}: no *.safetensors file in it; give the target as safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except FileNotFoundError:
+            raise TargetNotFound(f"target.model: {file} is missing, which {index.name} names; fetch it") from None
+        except SafetensorError as error:
+            raise TargetNotFound(f"target.model: {file} is damaged or not whole ({error}); fetch it again") from None
 
 
 def _found(path: Path, origin: str, say: Say) -> TargetFolder:

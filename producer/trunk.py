@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 
 from configs.schema import TargetConfig
 from producer import packed, packed_cuda, packed_recurrent
@@ -191,6 +191,20 @@ def load_model(description: TargetDescription, config: TargetConfig, device: tor
         dtype=getattr(torch, description.dtype),
         attn_implementation=None if config.attention == "auto" else config.attention,
         device_map="auto" if several else {"": device},
+    )
+    return model.eval().requires_grad_(False)
+
+
+def load_for_decoding(description: TargetDescription, device: torch.device) -> nn.Module:
+    """Load the whole target onto one device as a model of text, also from behind a wrapper; attention is its own kind.
+
+    Where transformers has a text model for a wrapper's checkpoint, that is taken: it counts positions as text does.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    is_text = type(transformers.AutoConfig.from_pretrained(description.path)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = transformers.AutoModelForCausalLM if is_text else model_class(description)
+    model: nn.Module = kind.from_pretrained(
+        description.path, dtype=getattr(torch, description.dtype), device_map={"": device}
     )
     return model.eval().requires_grad_(False)
 

@@ -91,12 +91,18 @@ def llava(**more: Any) -> Any:
     )
 
 
+def gpt_oss(**more: Any) -> Any:
+    """gpt-oss: experts, sinks, every other layer with a window of 16; transformers has no SDPA for it."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**(TEXT | experts | more)))
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     make.__name__: make
-    for make in (llama, qwen2, qwen3, mistral, gemma2, gemma3, qwen3_moe, qwen3_5, qwen3_next, llava)
+    for make in (llama, qwen2, qwen3, mistral, gemma2, gemma3, qwen3_moe, qwen3_5, qwen3_next, gpt_oss, llava)
 }
 PACKED = {"llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_next", "llava"}
-"""Families that can be read packed; Gemma 2 caps its scores."""
+"""Families that can be read packed; Gemma 2 caps its scores, gpt-oss has sinks."""
 
 
 def make_family(name: str, **more: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from evaluation.target_session import TargetSession
 from evaluation.verifier import Verifier
 from producer.target import TargetError, describe_target
 from tests.helpers.drafter_checkpoint import save_drafter
+from tests.helpers.families import make_family
 from tests.helpers.tiny_target import make_tokenizer, save_target
 
 CPU = torch.device("cpu")
@@ -197,6 +199,34 @@ def test_sampled_text_has_the_targets_distribution(subject: Subject, target: Tar
         best = int(after.argmax())
         odds = float(p[token] * after[best])
         assert abs(counts[token, best] - total * odds) < 4.5 * (total * odds * (1 - odds)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "batch"),
+    [
+        ("mistral", "sliding_attention", "mistral has sliding_attention"),  # a window, and no list of kinds
+        ("gemma2", "sliding_attention", "gemma2 has sliding_attention"),  # no SDPA in transformers
+        ("gpt_oss", "sliding_attention", "gpt_oss has sliding_attention"),
+        ("llava", None, None),  # a wrapper that is no model of text
+    ],
+)
+def test_a_target_of_any_family_decodes_beyond_its_window_and_says_what_it_cannot(
+    subject: Subject, tmp_path: Path, family: str, tree: str | None, batch: str | None
+) -> None:
+    make_family(family).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    settings = TargetConfig.model_validate({"model": family, "target_layer_ids": [0, 2, 4], "dtype": "float32"})
+    description = describe_target(tmp_path, family, settings, make_tokenizer(), on_gpu=False)
+    target = TargetSession(description, CPU)
+    prompt = list(range(10, 40))  # windows are of 16
+    limits = Limits(20, frozenset())
+    plain = decode_plain(target, prompt, limits)
+    drafter = PartlyRight(subject, prompt + plain.tokens, len(prompt), 3)
+    assert decode_dflash(target, drafter, prompt, limits).tokens == plain.tokens
+    with pytest.raises(TargetError, match=tree) if tree else nullcontext():
+        assert decode_tree(target, drafter, prompt, limits, 8).tokens == plain.tokens
+    with pytest.raises(TargetError, match=batch) if batch else nullcontext():
+        Verifier(description, CPU)
 
 
 def test_a_hybrid_target_decodes_blocks_and_refuses_trees(tmp_path: Path) -> None:

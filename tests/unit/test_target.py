@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 import transformers
 
 from configs.schema import TargetConfig
-from producer.target import TargetError, choose_mask_token, default_target_layer_ids, describe_target, find_trunk
+from producer.target import (
+    TargetError,
+    choose_mask_token,
+    default_target_layer_ids,
+    describe_target,
+    find_trunk,
+    load_tokenizer,
+)
 from producer.trunk import Target
 from tests.helpers.tiny_target import make_model, make_tokenizer, save_target
 
@@ -93,6 +101,53 @@ def test_the_mask_token_is_a_reserved_row_and_never_pad_eos_or_bos() -> None:
     for wrong in (tokenizer.eos_token_id, tokenizer.pad_token_id, 264):
         with pytest.raises(TargetError, match=r"target\.mask_token_id"):
             choose_mask_token(wrong, tokenizer, 264)
+
+
+@pytest.mark.parametrize(("served", "ends"), [({"eos_token_id": [3, 7]}, (3, 7, 2, 5)), ({}, (2, 5)), (None, (2, 5))])
+def test_every_token_that_ends_the_served_text_is_known(
+    tmp_path: Path, served: dict[str, Any] | None, ends: tuple[int, ...]
+) -> None:
+    """Qwen3.5's config.json has the end of a text alone, and its generation_config.json that of a turn too."""
+    folder = save_target(tmp_path)
+    edit(folder / "config.json", eos_token_id=5)
+    (folder / "generation_config.json").unlink()
+    if served is not None:
+        (folder / "generation_config.json").write_text(json.dumps(served))
+    settings = TargetConfig(target_layer_ids=(1, 4))
+    assert describe_target(folder, "t", settings, make_tokenizer(), on_gpu=False).eos_token_ids == ends
+    with pytest.raises(TargetError, match=r"target\.mask_token_id: 5 is"):
+        describe_target(folder, "t", settings.model_copy(update={"mask_token_id": 5}), make_tokenizer(), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "its config.json cannot be read"),
+        ({"model_type": "brand_new"}, "its config.json cannot be read"),
+        ({"model_type": "brand_new", "auto_map": {"AutoConfig": "own_code.Config"}}, "its config.json cannot be read"),
+        ({"model_type": "clip_vision_model"}, "is not described as a decoder with layers is"),
+    ],
+)
+def test_a_folder_that_is_no_known_target_is_one_line(
+    tmp_path: Path, config: dict[str, Any] | None, words: str
+) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match=words) as caught:
+        describe_target(tmp_path, "t", TargetConfig(), load_tokenizer(tmp_path), on_gpu=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
+    make_model(2).save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="its tokenizer cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_taps_out_of_range_are_refused(tmp_path: Path) -> None:
