@@ -45,10 +45,7 @@ def test_compiled_kernels_are_kept_in_the_runs_folder_unless_the_user_says_where
 
 
 @pytest.mark.parametrize(("module", "role"), [("producer", "target"), ("consumer", "drafter")])
-def test_a_process_whose_place_is_taken_says_so_in_one_line(
-    module: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
+def test_a_process_whose_place_is_taken_says_so_in_one_line(module: str, role: str, tmp_path: Path) -> None:
     with Control.start(tmp_path / "run", role, 0):
         command = [sys.executable, "-m", module, "--run-dir", str(tmp_path / "run"), "--rank", "0"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
@@ -57,9 +54,8 @@ def test_a_process_whose_place_is_taken_says_so_in_one_line(
 
 
 def test_a_value_that_is_no_json_spoils_one_answer_and_not_the_serving_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
     with Control.start(tmp_path / "run", "target", 0) as control:
         control.report(loss=object())
         with pytest.raises(Refused, match="status failed: PydanticSerializationError"):
@@ -71,7 +67,6 @@ def test_a_value_that_is_no_json_spoils_one_answer_and_not_the_serving_thread(
 
 def test_the_lock_of_a_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd-tmpfiles removes files of /tmp that are ten days old; without its lock a process seems not to run."""
-    monkeypatch.setenv("DFLASH_RUNTIME_DIR", str(tmp_path / "s"))
     monkeypatch.setattr("ops.messages.TOUCH_S", 0.0)
     socket = socket_path(tmp_path / "run", "target", 0)
     with Control.start(tmp_path / "run", "target", 0):
@@ -81,8 +76,8 @@ def test_the_lock_of_a_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pyt
         assert lock_of(socket).stat().st_mtime > 0
 
 
-def test_a_socket_that_cannot_be_bound_is_one_line_and_leaves_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "launcher.sock"
+def test_a_socket_that_cannot_be_bound_is_one_line_and_leaves_the_lock(runtime_root: Path) -> None:
+    path = runtime_root / "launcher.sock"
     (path / "in_the_way").mkdir(parents=True)
     server = Server(path, lambda _request: {})
     with pytest.raises(NoResource, match=r"cannot listen at .*launcher\.sock \(Address already in use\)"):

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -109,7 +110,7 @@ Log("drafter", 0)("checkpoint", step=3)
 complain("no space")
 """
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=full, stderr=full, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-u", "-c", code], stdout=full, stderr=full, timeout=300, check=False)
     assert done.returncode == 0
 
 
@@ -121,3 +122,27 @@ def test_the_launchers_log_on_a_full_disk_is_said_once_and_the_console_goes_on()
     assert console.getvalue().splitlines() == [
         "warning: /dev/full: No space left on device; lines are lost there", "one", "warning: two",
     ]  # fmt: skip
+
+
+class _LostTerminal(io.StringIO):
+    """A terminal that is gone at some moment: each write fails from then on, as with EIO."""
+
+    lost = False
+
+    def write(self, text: str) -> int:
+        if self.lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+@pytest.mark.parametrize("lost_at", ["before", "meanwhile", "last"])
+def test_a_terminal_that_is_lost_while_lines_are_live_ends_nothing(lost_at: str, tmp_path: Path) -> None:
+    terminal = _LostTerminal()
+    terminal.lost = lost_at == "before"
+    out = Output(tmp_path / "log", Console(file=terminal, force_terminal=True, width=80, _environ={"TERM": "xterm"}))
+    with out.live():
+        terminal.lost |= lost_at == "meanwhile"
+        out.update(["target", "drafter"])
+        terminal.lost = True
+    out.say("the end table comes next")
+    assert (tmp_path / "log").read_text().endswith("the end table comes next\n")
