@@ -89,11 +89,16 @@ class Output:
         if not self.console.is_terminal or self.console.is_dumb_terminal:
             yield
             return
-        with Live(console=self.console, auto_refresh=False, transient=True) as self._live:
-            try:
-                yield
-            finally:
-                self._live = None
+        live = Live(console=self.console, auto_refresh=False, transient=True)
+        with self._may_be_gone():
+            live.start()
+            self._live = live
+        try:
+            yield
+        finally:
+            self._live = None
+            with self._may_be_gone():
+                live.stop()
 
     def update(self, lines: Sequence[str]) -> None:
         """Set the live lines, one per side."""

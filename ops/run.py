@@ -45,7 +45,9 @@ _REDRAW_S = 0.5
 
 
 class Interrupts:
-    """Counts the requests to end: Ctrl-C, SIGTERM, a lost terminal, `stop`. One is graceful, two are at once."""
+    """Counts the requests to end: Ctrl-C, SIGTERM, a lost terminal, `stop`. One is graceful; a second Ctrl-C or SIGTERM
+    is at once.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -54,8 +56,8 @@ class Interrupts:
         """Note one request; safe in a signal handler."""
         self.count += 1
 
-    def stop_once(self) -> None:
-        """Note a `stop` command, which may be repeated without becoming a kill."""
+    def stop_once(self, _number: int = 0, _frame: FrameType | None = None) -> None:
+        """Note a `stop` command or a lost terminal, which may be repeated without becoming a kill."""
         self.count = max(self.count, 1)
 
     @property
@@ -66,14 +68,14 @@ class Interrupts:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Catch the signals."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
+        handlers = {signal.SIGINT: self.add, signal.SIGTERM: self.add}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup a lost terminal ends nothing
-            numbers.append(signal.SIGHUP)
-        old = [signal.signal(number, self.add) for number in numbers]
+            handlers[signal.SIGHUP] = self.stop_once  # shell and kernel may both send it
+        old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            for number, handler in zip(numbers, old, strict=True):
+            for number, handler in old.items():
                 signal.signal(number, handler)
 
 
