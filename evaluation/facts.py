@@ -56,7 +56,7 @@ def find_facts(config: Config, on_gpu: bool) -> Facts:
     folder = find_target(config.target.model, config.target.revision, lambda _line: None)
     tokenizer = load_tokenizer(folder.path)
     target = describe_target(folder.path, config.target.model, config.target, tokenizer, on_gpu)
-    check_target(config, folder.path)
+    check_target(config, folder.path, needs_weights=False)
     check_files(config.data.sources)
     check_drafter(Path(config.run.folder) / config.run.name, config, target, identity_of(config, target, folder.path))
     size, step = target_size(folder.path, target), estimate_of(config, target.as_dict())

@@ -36,12 +36,12 @@ def check_drafter(run_dir: Path, config: Config, target: TargetDescription, iden
         check_initial(Path(config.drafter.init_from), shape, target.target_layer_ids)
 
 
-def check_target(config: Config, folder: Path) -> None:
+def check_target(config: Config, folder: Path, needs_weights: bool = True) -> None:
     """Refuse a target whose weights are not all there, or that could not be measured at the end as the run asks.
 
-    Raises TargetNotFound, TargetError.
+    needs_weights: False for a plan, which a folder without any will do for. Raises TargetNotFound, TargetError.
     """
-    if not config.target.random_weights:
+    if not config.target.random_weights and (needs_weights or any(folder.glob("*.safetensors"))):
         check_weights(folder)
     if config.evaluation.enabled:
         refuse_batches(read_config(folder).get_text_config(), config.target.model)
