@@ -39,19 +39,11 @@ def runs(tmp_path: Path) -> Iterator[tuple[Tiny, Tiny]]:
         Path(SHM_DIR + state_name(run.name)).unlink(missing_ok=True)
 
 
-def pid_of(run: Tiny, role: str) -> int:
-    return next(int(each["pid"]) for each in commands.status(run.dir)["processes"] if each["role"] == role)
-
-
 def resumed(run: Tiny) -> list[tuple[int, str]]:
     """Step and place of each resume."""
-    lines = [line for line in (run.dir / "logs" / "drafter0.log").read_text().splitlines() if "| resumed |" in line]
+    lines = [line for line in run.log("drafter0").splitlines() if "| resumed |" in line]
     values = [dict(word.split("=") for word in line.split("| ")[-1].split()) for line in lines]
     return [(int(value["step"]), value["path"]) for value in values]
-
-
-def until_step(run: Tiny, step: int) -> None:
-    run.wait_for(lambda: any(line["step"] >= step for line in run.metrics("drafter")))
 
 
 def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tuple[Tiny, Tiny]) -> None:
@@ -60,14 +52,15 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
     unbroken.launch(*WORDS)
     code, out = unbroken.end()
     assert code == 0, out
-    run.launch(*WORDS)
+    run.launch(*WORDS, hold_at=60)
     memory, folder = SHM_DIR + state_name(run.name), run.dir / "checkpoints"
-    until_step(run, 5)
-    target = pid_of(run, "target")
+    run.wait_for_step(5)
+    target = run.pid_of("target")
     commands.restart(run.dir, "drafter", [], LIMIT_S)
     run.wait_for(lambda: resumed(run))
     (first, place), *_ = resumed(run)
     assert place == memory
+    run.hold(first + 60)
     run.wait_for(lambda: newest_step(run.dir) == first)  # written by the life after, while it trains
 
     folder.rename(run.dir / "aside")
@@ -77,17 +70,12 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
     handed = resumed(run)[1]
     assert handed[1] == memory
     assert handed[0] > first
-    os.kill(pid_of(run, "drafter"), signal.SIGKILL)
+    os.kill(run.pid_of("drafter"), signal.SIGKILL)
     run.wait_for(lambda: len(resumed(run)) == 3)
     assert resumed(run)[2] == handed, "the state that was taken is still there for the life after a crash"
-    assert pid_of(run, "target") == target
+    assert run.pid_of("target") == target
 
-    assert run.process is not None
-    drafter = pid_of(run, "drafter")
-    os.kill(drafter, signal.SIGSTOP)  # else it may hear of the next line, and begin a checkpoint, before the one after
-    run.process.kill()  # the launcher first, or it would start another drafter
-    os.kill(drafter, signal.SIGKILL)
-    run.process.communicate()
+    run.kill_everything()
     folder.unlink()
     (run.dir / "aside").rename(folder)
     run.launch(*WORDS)
@@ -108,10 +96,12 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
 def test_a_last_checkpoint_that_the_disk_refuses_waits_in_memory_for_the_next_launch(runs: tuple[Tiny, Tiny]) -> None:
     run, _ = runs
     folder = run.dir / "checkpoints"
-    run.launch(*WORDS)
-    until_step(run, 5)
+    run.launch(*WORDS, hold_at=20)
+    run.wait_for_step(5)
+    run.wait_for_checkpoint(0)
     folder.rename(run.dir / "aside")
     folder.touch()
+    run.let_go()
     code, out = run.end()
     assert code == 5, out
     assert "the last checkpoint could not be written" in out
@@ -130,13 +120,13 @@ def test_a_last_checkpoint_that_the_disk_refuses_waits_in_memory_for_the_next_la
 
 def test_with_the_hand_over_off_a_restart_goes_through_the_disk(runs: tuple[Tiny, Tiny]) -> None:
     run, _ = runs
-    run.launch(*WORDS, "--set", "checkpoint.handover=false", "--set", "training.epochs=40")
-    until_step(run, 5)
+    run.launch(*WORDS, "--set", "checkpoint.handover=false", "--set", "training.epochs=1000")
+    run.wait_for_step(5)
     commands.restart(run.dir, "drafter", ["optimizer.lr=1e-4"], LIMIT_S)
     run.wait_for(lambda: resumed(run))
     step, place = resumed(run)[0]
     assert place == str(run.dir / "checkpoints" / f"step-{step}")
-    until_step(run, step + 1)
+    run.wait_for_step(step + 1)
     start = next(line["start"] for line in run.metrics("drafter") if line["step"] == step + 1)
     assert not start["handed_over"]
     assert start["total_s"] == pytest.approx(sum(start[key] for key in start if key.endswith("_s")) - start["total_s"],

@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -17,17 +19,21 @@ from tests.helpers.tiny_run import LIMIT_S, REPOSITORY, Tiny, planned_packs, tin
 
 __all__ = ["tiny"]
 
+QUIET = ("--set", "evaluation.enabled=false")
+
 
 def test_kill_9_of_the_drafter_loses_no_pack_and_reloads_no_target(tiny: Tiny) -> None:
-    tiny.launch()
-    tiny.wait_for(lambda: any(line["step"] >= 45 for line in tiny.metrics("drafter")))
+    tiny.launch(hold_at=100)
+    tiny.wait_for_step(45)
+    tiny.wait_for_checkpoint(20)
     target_pid = tiny.pid_of("target")
     os.kill(tiny.pid_of("drafter"), signal.SIGKILL)
-    tiny.wait_for(lambda: (tiny.dir / "logs" / "drafter0.log").read_text().count("| resumed |") == 1)
+    tiny.wait_for(lambda: tiny.log("drafter0").count("| resumed |") == 1)
     assert tiny.pid_of("target") == target_pid
+    tiny.let_go()
     code, out = tiny.end()
     assert code == 0, out
-    assert (tiny.dir / "logs" / "target0.log").read_text().count("model loaded") == 1
+    assert tiny.log("target0").count("model loaded") == 1
     summary = json.loads((tiny.dir / "summary.json").read_text())
     assert summary["packs_trained"] == summary["steps"] == planned_packs(tiny)
     assert summary["loss_last"] < summary["loss_first"]
@@ -46,7 +52,7 @@ def test_kill_9_of_the_drafter_loses_no_pack_and_reloads_no_target(tiny: Tiny) -
 
 
 def test_the_metrics_have_what_others_rely_on(tiny: Tiny) -> None:
-    tiny.launch("--set", "training.epochs=1", "--set", "evaluation.enabled=false")
+    tiny.launch(*QUIET, "--set", "training.epochs=1")
     code, out = tiny.end()
     assert code == 0, out
     drafter, target = tiny.metrics("drafter"), tiny.metrics("target")
@@ -55,8 +61,7 @@ def test_the_metrics_have_what_others_rely_on(tiny: Tiny) -> None:
     assert all({"pack_id", "tokens_per_s", "blocked_pct", "occupancy"} <= line.keys() for line in target)
     assert sorted(line["pack_id"] for line in target) == list(range(planned_packs(tiny)))
     for lines in (drafter, target):  # in spent_s each second of each side is in one phase, and none is missing
-        passed_s = lines[-1]["time"] - lines[0]["time"]
-        assert sum(sum(line["spent_s"].values()) for line in lines[1:]) == pytest.approx(passed_s, rel=0.05, abs=0.02)
+        assert drift_s(lines) == pytest.approx(0, abs=0.05 * (lines[-1]["time"] - lines[0]["time"]) + 0.02)
         shares = [value for name, value in lines[-1].items() if name.endswith("_pct") and name != "padding_pct"]
         assert sum(shares) == pytest.approx(100, abs=0.1)
     assert {"config.yaml", "logs", "metrics.jsonl", "checkpoints", "summary.json"} <= {
@@ -64,33 +69,43 @@ def test_the_metrics_have_what_others_rely_on(tiny: Tiny) -> None:
     }
 
 
+def drift_s(lines: list[dict[str, Any]]) -> float:
+    """How far the clock has moved ahead of the seconds in spent_s, from the first lines to the last.
+
+    A line's time is taken a moment after its spent_s; medians forget the lines where that moment was a long one.
+    """
+    spent_s = list(accumulate(sum(line["spent_s"].values()) for line in lines))
+    ahead_s = [line["time"] - passed_s for line, passed_s in zip(lines, spent_s, strict=True)]
+    some = max(1, len(lines) // 3)
+    return median(ahead_s[-some:]) - median(ahead_s[:some])
+
+
 def test_ctrl_c_saves_and_a_second_launch_goes_on_where_it_stopped(tiny: Tiny) -> None:
-    process = tiny.launch("--set", "evaluation.enabled=false")
-    tiny.wait_for(lambda: any(line["step"] >= 10 for line in tiny.metrics("drafter")))
-    began = time.monotonic()
+    process = tiny.launch(*QUIET, "--set", "supervisor.stop_timeout_s=60", hold_at=100)
+    tiny.wait_for_step(10)
     os.killpg(process.pid, signal.SIGINT)
     code, out = tiny.end()
     assert code == 130, out
-    assert time.monotonic() - began < 15
+    assert "did not stop in time" not in out
     tiny.assert_nothing_left()
-    log = tiny.dir / "logs" / "drafter0.log"
     stopped_at = max(int(path.name.removeprefix("step-")) for path in (tiny.dir / "checkpoints").glob("step-*"))
     assert stopped_at >= 10
-    tiny.launch("--set", "evaluation.enabled=false")
+    tiny.launch(*QUIET)
     code, out = tiny.end()
     assert code == 0, out
-    assert f"resumed | step={stopped_at}" in log.read_text()
+    assert f"resumed | step={stopped_at}" in tiny.log("drafter0")
     summary = json.loads((tiny.dir / "summary.json").read_text())
     assert summary["packs_trained"] == summary["steps"] == planned_packs(tiny)
 
 
 def test_restart_of_the_drafter_alone_repeats_nothing_and_takes_other_hyperparameters(tiny: Tiny) -> None:
-    tiny.launch("--set", "evaluation.enabled=false", "--set", "checkpoint.every_steps=1000")
-    tiny.wait_for(lambda: any(line["step"] >= 10 for line in tiny.metrics("drafter")))
+    tiny.launch(*QUIET, "--set", "checkpoint.every_steps=1000", "--set", "supervisor.stop_timeout_s=60", hold_at=100)
+    tiny.wait_for_step(10)
     settings = ["optimizer.lr=5e-4", "loss.gamma=2", "loss.decay=none", "anchors.num=8"]
     command = [sys.executable, "launch.py", "restart", "drafter", str(tiny.dir)]
     command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=LIMIT_S)
+    tiny.let_go()
     code, out = tiny.end()
     assert code == 0, out
     final = json.loads((tiny.dir / "summary.json").read_text())["checkpoint"]
@@ -98,13 +113,15 @@ def test_restart_of_the_drafter_alone_repeats_nothing_and_takes_other_hyperparam
     assert (config["optimizer"]["lr"], config["loss"]["decay"], config["anchors"]["num"]) == (5e-4, "none", 8)
     begun = [json.loads(line)["pack_id"] for line in (tiny.dir / "journal.0.jsonl").read_text().splitlines()]
     assert sorted(begun) == list(range(planned_packs(tiny)))  # each pack once, over both lives
-    assert (tiny.dir / "logs" / "target0.log").read_text().count("model loaded") == 1
+    assert tiny.log("target0").count("model loaded") == 1
 
 
 def test_two_targets_share_the_packs_also_when_one_is_killed(tiny: Tiny) -> None:
-    tiny.launch("--set", "evaluation.enabled=false", "--set", "target.devices=[cpu, cpu]")
-    tiny.wait_for(lambda: any(line["step"] >= 10 for line in tiny.metrics("drafter")))
+    tiny.launch(*QUIET, "--set", "target.devices=[cpu, cpu]", hold_at=100)
+    tiny.wait_for_step(10)
     os.kill(tiny.pid_of("target"), signal.SIGKILL)
+    tiny.wait_for(lambda: "target0 died (signal SIGKILL)" in tiny.log("launcher"))
+    tiny.let_go()
     code, out = tiny.end()
     assert code == 0, out
     begun = [json.loads(line)["pack_id"] for line in (tiny.dir / "journal.0.jsonl").read_text().splitlines()]
@@ -136,11 +153,10 @@ def test_wrong_input_is_one_clear_line_and_an_exit_code(tiny: Tiny, override: st
 
 def test_t08_a_last_checkpoint_that_cannot_be_written_ends_with_5_and_another_shape_is_refused(tiny: Tiny) -> None:
     """T-08: training goes on without checkpoints; the last one must be there. Then the run goes on, as it was."""
-    without_evaluation = ("--set", "evaluation.enabled=false")
     tiny.dir.mkdir(parents=True)
     in_the_way = tiny.dir / "checkpoints"
     in_the_way.write_text("a file where a folder is wanted")
-    tiny.launch("--set", "training.max_steps=12", *without_evaluation)
+    tiny.launch("--set", "training.max_steps=12", *QUIET)
     code, out = tiny.end()
     assert code == 5, out
     assert "the last checkpoint could not be written" in tiny.log("drafter0")
@@ -148,10 +164,10 @@ def test_t08_a_last_checkpoint_that_cannot_be_written_ends_with_5_and_another_sh
     assert not (tiny.dir / "final.json").exists()
     assert any(line["step"] >= 10 for line in tiny.metrics("drafter")), "training stopped"
     in_the_way.unlink()
-    tiny.launch("--set", "training.max_steps=12", *without_evaluation)  # all of it is done, and in memory
+    tiny.launch("--set", "training.max_steps=12", *QUIET)  # all of it is done, and in memory
     code, out = tiny.end()
     assert code == 0, out
-    tiny.launch("--set", "training.max_steps=14", "--set", "drafter.num_layers=2", *without_evaluation)
+    tiny.launch("--set", "training.max_steps=14", "--set", "drafter.num_layers=2", *QUIET)
     code, out = tiny.end()
     assert code == 2, out
     assert "drafter: num_layers: " in out

@@ -12,15 +12,20 @@ from tests.helpers.tiny_run import LIMIT_S, REPOSITORY, Tiny, tiny
 
 __all__ = ["tiny"]
 
-QUIET = ("--set", "training.max_steps=30", "--set", "evaluation.enabled=false")
+SLOTS, STEPS = 40, 30
+QUIET = ("--set", f"training.max_steps={STEPS}", "--set", "evaluation.enabled=false")
+FAST = ("--set", f"ring.num_slots={SLOTS}")
 
 
 def test_l11_a_target_that_became_slower_is_named_with_its_phase_and_the_occupancy_stays_near_zero(tiny: Tiny) -> None:
-    tiny.launch(*QUIET)
-    assert tiny.end()[0] == 0
+    tiny.launch(*QUIET, *FAST, hold_at=0)
+    tiny.wait_for(lambda: tiny.status()["occupancy"] == SLOTS)  # more than the drafter takes: it never waits
+    tiny.let_go()
+    code, out = tiny.end()
+    assert code == 0, out
     before = read_report(tiny.dir)
     slow = [sys.executable, "-m", "tests.helpers.slow_target", str(tiny.config), "--name", f"{tiny.name}.s", *QUIET]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SLOW_PACK_S": "0.05"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         slow, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )

@@ -16,19 +16,19 @@ from ops.rings import Rings
 from ops.run_folder import write_config
 from ops.telemetry import Log
 from producer.prepare import prepare
-from shm_ring import SlotSpec, Writer
-from tests.helpers.tiny_run import Tiny
+from shm_ring import Ring, SlotSpec, Writer
+from tests.helpers.tiny_run import LIMIT_S, Tiny
 
 
 class FedRing:
     """The ring's producer's end; packs are numbered from 0 on."""
 
-    def __init__(self, writer: Writer, plan: dict[str, Any]) -> None:
-        self.writer, self.plan, self.published = writer, plan, 0
+    def __init__(self, ring: Ring, writer: Writer, plan: dict[str, Any]) -> None:
+        self.ring, self.writer, self.plan, self.published = ring, writer, plan, 0
 
     def publish(self, stop: Callable[[], bool]) -> None:
         """Fill the next FREE slot with a pack of one document; raises RingStopped or RingFull."""
-        slot = self.writer.acquire(stop=stop)
+        slot = self.writer.acquire(timeout_s=LIMIT_S, stop=stop)
         generator = np.random.default_rng(self.published)
         ids, start, features = (slot.array(name) for name in ("input_ids", "doc_start", "features"))
         ids[:], start[:] = generator.integers(4, 260, len(ids)), 0
@@ -40,7 +40,7 @@ class FedRing:
 
 
 @contextmanager
-def fed_ring(tiny: Tiny, settings: Sequence[str], num_packs: int) -> Iterator[FedRing]:
+def fed_ring(tiny: Tiny, settings: Sequence[str], num_packs: int, num_slots: int = 8) -> Iterator[FedRing]:
     """Prepare the run, say that it has `num_packs` packs, and make its ring."""
     tiny.dir.mkdir(parents=True)
     config = load_config(tiny.config, settings)
@@ -48,7 +48,7 @@ def fed_ring(tiny: Tiny, settings: Sequence[str], num_packs: int) -> Iterator[Fe
     plan = prepare(tiny.dir, config, Log("prepare", 0), False) | {"num_packs": num_packs}
     plan_path(tiny.dir).write_text(json.dumps(plan))
     with (
-        Rings(tiny.name, SlotSpec.from_json(plan["slot_spec"]), 1, 8) as rings,
+        Rings(tiny.name, SlotSpec.from_json(plan["slot_spec"]), 1, num_slots) as rings,
         rings.rings[0].writer() as writer,
     ):
-        yield FedRing(writer, plan)
+        yield FedRing(rings.rings[0], writer, plan)

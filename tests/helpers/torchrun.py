@@ -34,7 +34,7 @@ def train_all_by_torchrun(tiny: Tiny, environment: Mapping[str, str]) -> str:
         except BaseException:
             stop(started)
             raise
-        said = end_all([started], [log], LIMIT_S / 2)
+        said = end_all([started], [log], LIMIT_S)
     final = json.loads((tiny.dir / "final.json").read_text())
     assert final["packs_trained"] == NUM_PACKS
     assert final["steps"] == (NUM_PACKS + 1) // 2
