@@ -68,7 +68,8 @@ class Interrupts:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Catch the signals."""
-        handlers = {signal.SIGINT: self.add, signal.SIGTERM: self.add}
+        handlers: dict[signal.Signals, Any] = {signal.SIGINT: self.add, signal.SIGTERM: self.add}
+        handlers[signal.SIGCHLD] = signal.SIG_DFL  # where it is ignored from before, children's exits are never seen
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup a lost terminal ends nothing
             handlers[signal.SIGHUP] = self.stop_once  # shell and kernel may both send it
         old = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -285,3 +285,15 @@ def test_a_lost_terminal_asks_for_the_end_but_not_under_nohup(before: signal.Han
         assert signal.getsignal(signal.SIGHUP) == before
     finally:
         signal.signal(signal.SIGHUP, old)
+
+
+def test_the_exit_of_a_child_is_seen_by_a_launcher_that_was_started_with_sigchld_ignored() -> None:
+    old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Interrupts().installed(), subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) as child:
+            found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            assert found is not None
+            assert found.si_status == 7
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, old)
