@@ -23,12 +23,12 @@ def test_a_short_demo_runs_from_text_to_table(tmp_path: Path) -> None:
         "data.heldout_documents=8",
         "training.max_steps=48",
         "training.log_every_steps=2",  # from the random start, not from the first pack learnt by heart
-        "training.max_seconds=60",
+        "training.max_seconds=300",  # a limit that only a machine at a standstill reaches
         "evaluation.max_new_tokens=12",
     ]
     command = [sys.executable, "launch.py", "configs/demo.yaml", "--name", name]
     command += [word for setting in settings for word in ("--set", setting)]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "held-out accepted length" in ended.stdout
     summary = json.loads((tmp_path / name / "summary.json").read_text())

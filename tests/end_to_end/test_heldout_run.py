@@ -53,6 +53,6 @@ def test_a_run_measures_while_training_and_its_export_verifies_and_decodes(tmp_p
 def launched(*words: str) -> str:
     """Run launch.py to its end and return its output."""
     command = [sys.executable, "launch.py", *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
