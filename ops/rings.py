@@ -8,10 +8,11 @@ was left for a next life which never came is kept if no checkpoint on disk is as
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,7 @@ from ops.paths import runtime_dir
 from shm_ring import Board, Ring, SlotSpec, ring_name
 from shm_ring.errors import RingMissing
 from shm_ring.handover import Handover
-from shm_ring.names import state_name
+from shm_ring.names import SHM_DIR, segments_of_run, state_name
 from shm_ring.ring import clean_segments
 
 Say = Callable[[str], None]
@@ -64,9 +65,10 @@ def clean_left_overs(run_dir: Path, say: Say, stopping: Callable[[], bool] = lam
     """Remove the segments of a crashed launch of this run; its orphans get some seconds to leave.
 
     Raises RunTaken with the pids of processes that still use them, or still serve a control socket: one that was
-    loading its model when the launcher died has no segment yet.
+    loading its model when the launcher died has no segment yet. Also for a name that another user has taken.
     """
     give_up, run = time.monotonic() + _LEAVE_S, run_dir.name
+    _refuse_name_of_others(run)
     while True:
         found = Ring.clean_run(run)
         removed = [name for name, what in found if what == "removed"]
@@ -87,6 +89,18 @@ def clean_left_overs(run_dir: Path, say: Say, stopping: Callable[[], bool] = lam
         if not _is_wanted(state, run_dir, say):
             clean_segments([state_name(run)])
         state.close()
+
+
+def _refuse_name_of_others(run: str) -> None:
+    """Raise RunTaken if another user of this machine has a run of this name."""
+    for name in (*segments_of_run(run), state_name(run)):
+        with suppress(FileNotFoundError):
+            owner = os.stat(SHM_DIR + name).st_uid
+            if owner != os.geteuid():
+                raise RunTaken(
+                    f"run name {run!r} is another user's on this machine ({SHM_DIR}{name} belongs to uid {owner}); "
+                    "choose another --name"
+                )
 
 
 @contextmanager

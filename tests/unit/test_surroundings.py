@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from configs.load import ConfigError, config_from
 from ops.devices import find_gpus, place
+from ops.errors import RunTaken
 from ops.hosts import host_place
+from ops.rings import clean_left_overs
+from shm_ring.handover import Handover
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,18 @@ def test_half_of_a_schedulers_variables_is_one_line_that_says_how_to_do_without(
 def test_a_run_name_is_neither_an_option_nor_another_folder(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name"):
         config_from({"run": {"name": name}})
+
+
+def test_a_run_name_that_another_user_has_taken_on_this_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / f"theirs{os.getpid()}"
+    state = Handover.create(run_dir.name)
+    try:
+        owner = os.geteuid()
+        monkeypatch.setattr("ops.rings.os.geteuid", lambda: owner + 1)
+        with pytest.raises(RunTaken, match=rf"{state.path} belongs to uid {owner}\); choose another --name"):
+            clean_left_overs(run_dir, lambda _line: None)
+    finally:
+        state.remove()
+        state.close()
