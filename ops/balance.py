@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from configs.cores import usable_cores
 from configs.load import load_config
 from configs.schema import Config
 from ops.devices import find_gpus, place
@@ -98,7 +99,7 @@ def proposal(rates: Rates, config: Config, num_gpus: int) -> list[str]:
 def calibrated(path: str, overrides: Sequence[str]) -> list[str]:
     """Measure both sides of a configuration and word what follows; raises ConfigError, ChildFailed."""
     config, gpus = load_config(path, overrides), find_gpus()
-    places = place(config, gpus, len(os.sched_getaffinity(0)))
+    places = place(config, gpus, usable_cores())
     rates = []
     for role in (TARGET, DRAFTER):
         settings = [word for override in overrides for word in ("--set", override)]

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from configs.cores import usable_cores
 from ops.doctor_gpu import check_gpus
 from ops.findings import FAULT, OK, WARNING, Finding
 
@@ -169,7 +170,7 @@ def _memlock() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, there = usable_cores(), os.cpu_count() or 1
     load = os.getloadavg()[0]
     text = f"{usable} usable of {there}, load {load:.1f}"
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from configs.cores import usable_cores
 from configs.load import load_config
 from ops.devices import find_gpus, place
 from ops.doctor import compare, describe, read_report
@@ -37,7 +37,7 @@ def _metrics_of(subject: str, folder: Path) -> Path:
 def _config_lines(path: Path) -> list[str]:
     """Load the configuration and say which process would run where."""
     config = load_config(path)
-    places = place(config, find_gpus(), len(os.sched_getaffinity(0)))
+    places = place(config, find_gpus(), usable_cores())
     lines = [f"{path}: valid", *(f"  {each.line}" for each in places.placements)]
     warnings = list(places.warnings)
     on_gpu = any(each.gpu is not None for each in places.of(TARGET))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from configs.cores import usable_cores
 from configs.facts import Facts
 from configs.load import ConfigError, require_sources
 from configs.schema import Config
@@ -50,7 +51,7 @@ def this_machine(folder: Path) -> Machine:
     sizes = [found.get(gpu, 0) for gpu in gpus]
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     disk = shutil.disk_usage(there).free
-    return Machine(gpus, sizes, shm.f_bavail * shm.f_frsize, len(os.sched_getaffinity(0)), disk)
+    return Machine(gpus, sizes, shm.f_bavail * shm.f_frsize, usable_cores(), disk)
 
 
 def plan(config: Config, find_facts: FindFacts, machine: Machine | None = None) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from configs.cores import usable_cores
 from configs.load import require_sources
 from configs.run_files import read_plan
 from configs.schema import Config
@@ -112,7 +113,7 @@ def run(
 
 
 def _places(config: Config) -> Map:
-    return place(config, find_gpus(), len(os.sched_getaffinity(0)))
+    return place(config, find_gpus(), usable_cores())
 
 
 def _metrics_start(run_dir: Path) -> int:
@@ -225,7 +226,7 @@ class Launch:
             raise Interrupted
 
     def _stage(self, name: str, command: list[str], role: str) -> None:
-        cores = str(len(os.sched_getaffinity(0)))
+        cores = str(usable_cores())
         environment = self.places.of(role)[0].environment | {"OMP_NUM_THREADS": cores}
         run_stage(name, command, self.run_dir, environment, self.out, self._asked)
 

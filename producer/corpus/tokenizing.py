@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.cores import usable_cores
 from configs.schema import DataConfig
 from ops.control import die_with_parent
 from producer.corpus.chat import ChatTokenizer, Document, tokenize_text
@@ -130,7 +131,7 @@ def tokenize(
     chunks = iter(chunks)
     for _, chunk in zip(range(CHUNKS_BEFORE_HELP), chunks, strict=False):
         yield rows.batch(chunk)
-    workers = config.workers or len(os.sched_getaffinity(0))
+    workers = config.workers or usable_cores()
     first = next(chunks, None)
     if first is None:
         return

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.cores import usable_cores
 from configs.load import ConfigError, config_from
 from ops.devices import find_gpus, place
 from ops.errors import RunTaken
@@ -76,3 +77,25 @@ def test_a_run_name_that_another_user_has_taken_on_this_machine_is_refused(
     finally:
         state.remove()
         state.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "5000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_a_containers_quota_of_processor_time_counts_as_so_many_cores(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.cores.os.sched_getaffinity", lambda _pid: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == cores
