@@ -2,7 +2,7 @@
 
 `python -m tests.helpers.counter_drafter --run-dir RUN --rank C`. Everything but the arithmetic of a step is the real
 thing: ring, journal, checkpoints, ranks. Each text document begins with its number in six digits (write_numbered). The
-environment variable COUNTER_STEP_S makes a step take that long.
+environment variable COUNTER_STEP_S makes a step take that long; HOLD_FILE holds it at a step (held_launch.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 import transformers
 from torch import Tensor
 
+import consumer.__main__
 import consumer.loop
-from consumer.__main__ import main
 from consumer.step import TrainStep
+from tests.helpers.held_launch import HeldControl
 
 DIGITS = 6
 MAX_DOCUMENTS = 20_000
@@ -89,4 +90,5 @@ def digit_table(target: Path) -> dict[int, str]:
 
 if __name__ == "__main__":
     consumer.loop.TrainStep = CounterStep  # type: ignore[misc]
-    raise SystemExit(main())
+    consumer.__main__.Control = HeldControl  # type: ignore[misc]
+    raise SystemExit(consumer.__main__.main())

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,18 @@ from configs.load import load_config
 from configs.run_files import from_ranges, read_plan
 from ops import commands
 from ops.errors import OpsError
+from ops.run_folder import last_lines
 from producer.corpus.documents import Documents
-from producer.corpus.schedule import schedule_of
+from producer.corpus.schedule import Schedule, schedule_of
+from shm_ring.liveness import process_state
 from tests.helpers.counter_drafter import DIGITS, MAX_DOCUMENTS, digit_table
 from tests.helpers.tiny_target import save_target
 
 ROOT = Path(__file__).parents[2]
 EPOCHS = 2
 CHECKPOINT_EVERY = 20
+HOLD_AT = 105
+"""The step that a run does not go beyond while deeds are planned; some packs after a checkpoint."""
 DEEDS = ("target", "drafter", "launcher", "stop", "restart")
 LIMIT_S = 240.0
 
@@ -54,6 +59,8 @@ class Storm:
         """What is done first, before chance decides."""
         self.faults: list[str] = []
         self.checked: set[str] = set()
+        self.hold = folder / "hold"
+        self.hold.write_text(str(HOLD_AT))
         with (folder / "numbered.jsonl").open("w") as file:
             for number in range(documents):
                 text = f"{number:0{DIGITS}} " + "x" * self.random.randint(8, 90)
@@ -66,6 +73,7 @@ class Storm:
             "COUNTER_TARGET": str(self.target),
             "DFLASH_RUNTIME_DIR": str(folder / "s"),
             "CUDA_VISIBLE_DEVICES": "",
+            "HOLD_FILE": str(self.hold),
         }
         os.environ["DFLASH_RUNTIME_DIR"] = str(folder / "s")
         self.launcher: subprocess.Popen[bytes] | None = None
@@ -114,10 +122,10 @@ class Storm:
         what = self.planned[0] if self.planned else self.random.choices(DEEDS, [8, 8, 2, 1, 1])[0]
         if what in ("target", "drafter"):
             pids = [each["pid"] for each in alive if each["role"] == what and each["pid"]]
-            if not pids or (what == "drafter" and self.planned and not self.work_is_at_stake()):
+            if not pids or (what == "drafter" and self.planned and not self.stopped_with_work_at_stake(pids)):
                 return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.random.choice(pids), signal.SIGKILL)
+            _signal([self.random.choice(pids)], signal.SIGKILL)
+            _signal(pids, signal.SIGCONT)
         elif what == "launcher":
             self.launcher.kill()
             self.launcher.wait()
@@ -132,13 +140,17 @@ class Storm:
         self.happened[what] += 1
         del self.planned[:1]
 
-    def work_is_at_stake(self) -> bool:
-        """Wait a while for packs that are begun and in no checkpoint, the next checkpoint some steps away."""
+    def stopped_with_work_at_stake(self, drafters: list[int]) -> bool:
+        """Wait a while for packs that are begun and in no checkpoint; if so, leave the drafters stopped (SIGSTOP)."""
         give_up = time.monotonic() + 2
         while time.monotonic() < give_up:
+            _signal(drafters, signal.SIGSTOP)  # else a checkpoint may come before the death
+            while any((state := process_state(pid)) is not None and state[0] not in "TtZX" for pid in drafters):
+                time.sleep(0.001)
             begun = {pack for path in self.run_dir.glob("journal.*.jsonl") for pack in packs_in(path)}
-            if 3 <= len(begun - self.saved()) <= CHECKPOINT_EVERY // 2:
+            if len(begun - self.saved()) >= 3:
                 return True
+            _signal(drafters, signal.SIGCONT)
             time.sleep(0.02)
         return False
 
@@ -160,7 +172,7 @@ class Storm:
                 code = self.launcher.poll()
                 if code == 0:
                     break
-                if code in (2, 3, 5):
+                if code in (2, 3, 5) and not self.waited_for_orphans():
                     self.faults.append(f"launcher left with {code}")
                     break
                 if code is not None:
@@ -168,6 +180,8 @@ class Storm:
                     self.launch()
                 if time.monotonic() < end or self.planned:
                     self.disturb()
+                if not self.planned:
+                    self.hold.unlink(missing_ok=True)
                 self.check_checkpoints()
                 time.sleep(self.random.uniform(0.2, 1.0) * every_s)
             else:
@@ -178,14 +192,18 @@ class Storm:
                 self.launcher.wait(timeout=60)
         self.check_checkpoints(final=True)
 
+    def waited_for_orphans(self) -> bool:
+        """Whether the launcher left because processes of the one before it, which was killed, had not left yet."""
+        return "are still there" in "\n".join(last_lines(self.folder / "launcher.out", 3))
+
     def check_checkpoints(self, final: bool = False) -> None:
         """Compare the counts in each checkpoint with the packs that it says are in it."""
         folders = sorted((self.run_dir / "checkpoints").glob("step-*"), key=step_of)
         for folder in folders:
-            made = f"{folder.name} {(folder.stat().st_ino)}"
-            if made in self.checked:
-                continue
             try:
+                made = f"{folder.name} {folder.stat().st_ino}"
+                if made in self.checked:
+                    continue
                 counts = load_file(folder / "state.safetensors")["counts"]
                 trained = from_ranges(json.loads((folder / "checkpoint.json").read_text())["trained"])
             except (OSError, ValueError):  # deleted meanwhile, as it may be
@@ -211,15 +229,22 @@ class Storm:
 
     def counts_of(self, packs: frozenset[int]) -> Any:
         """How often each document is in these packs, by the schedule."""
-        plan, config = read_plan(self.run_dir), load_config(self.run_dir / "config.yaml")
-        documents = Documents(self.run_dir / "data")
-        schedule = schedule_of(documents, plan["data_digest"], config, plan["packs_per_epoch"])
-        digits = digit_table(self.target)
+        schedule, numbers = self.schedule
         counts = np.zeros(MAX_DOCUMENTS)
         for pack in packs:
             for document in schedule.documents(pack):
-                counts[int("".join(digits[token] for token in documents[document].ids[:DIGITS].tolist()))] += 1
+                counts[numbers[document]] += 1
         return counts
+
+    @cached_property
+    def schedule(self) -> tuple[Schedule, list[int]]:
+        """The schedule, the same in every launch, and the number that each document begins with."""
+        plan, config = read_plan(self.run_dir), load_config(self.run_dir / "config.yaml")
+        documents = Documents(self.run_dir / "data")
+        digits = digit_table(self.target)
+        heads = [documents[document].ids[:DIGITS].tolist() for document in range(len(documents))]
+        numbers = [int("".join(digits[token] for token in head)) for head in heads]
+        return schedule_of(documents, plan["data_digest"], config, plan["packs_per_epoch"]), numbers
 
     def report(self) -> dict[str, Any]:
         """What happened, and what was found."""
@@ -234,6 +259,12 @@ class Storm:
             "packs_begun": begun,
             "checkpoints_checked": len(self.checked),
         }
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def step_of(checkpoint: Path) -> int:

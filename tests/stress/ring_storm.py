@@ -49,6 +49,8 @@ class Storm:
     seconds: float
     seed: int
     kills_per_s: float
+    least: tuple[int, int] = (0, 0)
+    """Kills and packs below which it goes on, however long it takes."""
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -149,7 +151,7 @@ class Storm:
             for c in range(self.num_consumers):
                 self.spawn("consumer", c)
             begun = time.monotonic()
-            self._until(lambda: time.monotonic() - begun > self.seconds, striking=True)
+            self._until(lambda: time.monotonic() - begun > self.seconds and self._is_enough(), striking=True)
             self.draining = True
             self.resume_stopped(every=True)
             self.board.request_pause()
@@ -162,9 +164,14 @@ class Storm:
             self.remove()
         return self.report(time.monotonic() - begun)
 
+    def _is_enough(self) -> bool:
+        deaths = [self.counts["producer_deaths"], self.counts["consumer_deaths"]]
+        packs = sum(ring.snapshot().published for ring in self.rings)
+        return all(deaths) and sum(deaths) >= self.least[0] and packs >= self.least[1]
+
     def _until(self, over: Callable[[], bool], striking: bool) -> None:
-        next_strike = last_progress = time.monotonic()
-        progress: object = None
+        next_strike = last_look = time.monotonic()
+        idle_s, progress = 0.0, None  # idle as far as this process itself is awake: it alone starts and resumes others
         while not over() and not self.faults:
             signal.sigtimedwait({signal.SIGCHLD}, 0.005)
             self.reap()
@@ -174,9 +181,9 @@ class Storm:
                 self.strike()
                 next_strike = now + self.rng.expovariate(self.kills_per_s)
             seen = [ring.snapshot().slots for ring in self.rings]
-            if seen != progress:
-                progress, last_progress = seen, now
-            elif now - last_progress > WEDGE_S:
+            idle_s = 0.0 if seen != progress else idle_s + min(now - last_look, 0.1)
+            progress, last_look = seen, now
+            if idle_s > WEDGE_S:
                 self.faults.append("wedged: " + "; ".join(str(ring.snapshot()) for ring in self.rings))
 
     def judge(self) -> None:
@@ -263,6 +270,9 @@ def main() -> int:
     parser.add_argument("--consumers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--kills-per-s", type=float, default=10.0)
+    parser.add_argument(
+        "--least", type=int, nargs=2, default=(0, 0), metavar=("KILLS", "PACKS"), help="go on until then"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--bug", choices=["to-ready", "no-cas", "early-free"], help="seed a known bug, to see that the storm finds it"
@@ -272,7 +282,7 @@ def main() -> int:
     if args.bug:
         seed_bug(args.bug)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    storm = Storm(args.producers, args.consumers, args.seconds, args.seed, args.kills_per_s)
+    storm = Storm(args.producers, args.consumers, args.seconds, args.seed, args.kills_per_s, tuple(args.least))
     line = json.dumps(storm.run_all())
     print(line)
     if args.out:

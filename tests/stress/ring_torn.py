@@ -4,7 +4,8 @@
 
 `straddling` lays the word across a cache line, where the processor does tear: the control that shows the test can fail.
 `words` reads as the reader's scan does, through the memoryview. The two processes are pinned to different cores; the
-number of flips the reader saw is printed, because two processes that share a core see none and prove nothing.
+number of flips the reader saw is printed, because two processes that share a core see none and prove nothing. Where
+others take the cores it reads on, until it has seen enough, or until the caller gives up.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shm_ring import atomics
 
 ONES = (1 << 64) - 1
 OFFSETS = {"aligned": 64, "straddling": 60, "words": 64}
+MIN_FLIPS = 1000
 
 
 def flip_forever(address: int) -> None:
@@ -43,7 +45,7 @@ def read_for(seconds: float, kind: str, memory: mmap.mmap, address: int) -> tupl
     cell = ctypes.c_uint64.from_address(address)
     reads = flips = torn = last = 0
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or flips < MIN_FLIPS or (kind == "straddling" and not torn):
         for _ in range(1000):
             value = view[8] if kind == "words" else cell.value if kind == "straddling" else atomics.load_u64(address)
             reads += 1

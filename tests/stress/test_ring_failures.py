@@ -22,7 +22,7 @@ from shm_ring import Reader, ReadSlot, Ring, Snapshot, Writer, errors, layout, l
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "stress" / "ring_workers.py"
-WATCHDOG_S = 30.0
+WATCHDOG_S = 120.0
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_with_a_journal_and_re_extraction_the_weights_see_every_pack_exactly_onc
 
 
 def test_the_ring_and_its_ends_outlive_the_creator_and_a_new_one_takes_over(tmp_path: Path) -> None:
-    name = ring_name(f"matrix.{os.getpid()}.creator", 0)
+    name = ring_name(f"matrix.{os.getpid()}.{uuid.uuid4().hex[:6]}", 0)
     code = (
         "import signal, sys; from shm_ring import *; r = Ring.create(sys.argv[1], SlotSpec.from_json(sys.argv[2]), 4)\n"
         "print('made', flush=True); signal.pause()"

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from ring_torn import MIN_FLIPS
 
 PROGRAM = Path(__file__).with_name("ring_torn.py")
-MIN_FLIPS = 1000
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to pin to")
 
 
 def count(kind: str) -> tuple[int, int, int]:
-    done = subprocess.run([sys.executable, str(PROGRAM), kind], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, str(PROGRAM), kind], capture_output=True, text=True, timeout=300, check=True)
     reads, flips, torn = map(int, done.stdout.split())
-    assert flips >= MIN_FLIPS, f"only {flips} flips in {reads} reads: both processes shared a core, nothing is proved"
+    assert flips >= MIN_FLIPS, f"only {flips} flips in {reads} reads"
     return reads, flips, torn
 
 
