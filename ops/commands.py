@@ -110,7 +110,10 @@ def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float)
         if not launcher_pid(run_dir):
             raise NoAnswer(f"the run ended while {', '.join(waiting)} restarted ({past_state(run_dir)})")
         time.sleep(_POLL_S)
-        now = {process["name"]: process for process in status(run_dir)["processes"]}
+        try:
+            now = {process["name"]: process for process in status(run_dir)["processes"]}
+        except NoAnswer:  # a launcher that is busy for a while; `limit_s` ends the wait
+            continue
         for name, old in list(waiting.items()):
             process = now.get(name, {"pid": None})
             if process["pid"] not in (None, old) and process["state"] == "running":
