@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class TargetSession:
     def __init__(self, description: TargetDescription, device: torch.device) -> None:
         """Load the target onto `device`."""
         self.description, self.device = description, device
-        self.model: Any = load_for_decoding(description, device)
+        self.model: Any = load_for_decoding(Path(description.path), getattr(torch, description.dtype), device)
         trunk: Any = find_trunk(self.model)
         self._taken: dict[int, Tensor] = {}
         for number in description.target_layer_ids:

@@ -10,6 +10,7 @@ Shapes: R rows (prompts), C cached columns, B block slots, H hidden, K taps, V v
 from __future__ import annotations
 
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Verifier:
     def __init__(self, description: TargetDescription, device: torch.device) -> None:
         self.description = description
         self.device = device
-        self._model: Any = load_for_decoding(description, device)
+        self._model: Any = load_for_decoding(Path(description.path), getattr(torch, description.dtype), device)
         trunk: Any = find_trunk(self._model)
         self._trunk = trunk
         refuse_batches(trunk.config, description.name)

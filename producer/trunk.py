@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -195,17 +196,17 @@ def load_model(description: TargetDescription, config: TargetConfig, device: tor
     return model.eval().requires_grad_(False)
 
 
-def load_for_decoding(description: TargetDescription, device: torch.device) -> nn.Module:
+def load_for_decoding(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Load the whole target onto one device as a model of text, also from behind a wrapper; attention is its own kind.
 
     Where transformers has a text model for a wrapper's checkpoint, that is taken: it counts positions as text does.
     """
     transformers.utils.logging.disable_progress_bar()
-    is_text = type(transformers.AutoConfig.from_pretrained(description.path)) in MODEL_FOR_CAUSAL_LM_MAPPING
-    kind: Any = transformers.AutoModelForCausalLM if is_text else model_class(description)
-    model: nn.Module = kind.from_pretrained(
-        description.path, dtype=getattr(torch, description.dtype), device_map={"": device}
-    )
+    outer = transformers.AutoConfig.from_pretrained(folder)
+    kind: Any = transformers.AutoModelForCausalLM
+    if type(outer) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = getattr(transformers, (outer.architectures or [""])[0], kind)
+    model: nn.Module = kind.from_pretrained(folder, dtype=dtype, device_map={"": device})
     return model.eval().requires_grad_(False)
 
 

@@ -7,6 +7,7 @@ was. An answer that reaches the token limit is marked (finish_reason "length") a
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -27,6 +28,9 @@ ATTEMPTS = 5
 REFUSED = (400, 413, 422)
 PROBE = [{"role": "user", "content": "Hello"}]
 FIRST_WAIT_S = 0.5
+_READS_THOUGHTS = re.compile(r"\b(reasoning_content|thinking)\b")
+_OPENED_LAST = re.compile(r"<(think|thinking|reasoning)>\s*\Z")
+_OPENED_FIRST = re.compile(r"<(think|thinking|reasoning)>\s*")
 WINDOW = 4  # requests under way or waiting to be written, per request under way
 
 
@@ -53,6 +57,7 @@ class _Dialogue:
     def __init__(self, conversation: Conversation) -> None:
         self._left = deque(conversation.messages)
         self._tools = conversation.tools
+        self._refused: Line | None = None
         self.messages: list[Message] = []
         if self._left[-1]["role"] != "assistant":
             self._left.append({"role": "assistant"})
@@ -76,12 +81,19 @@ class _Dialogue:
             self._left.clear()
         self._advance()
 
+    def refuse(self, reason: str, detail: str) -> None:
+        """Give the conversation up: its row is skipped for this reason."""
+        self._left.clear()
+        self._refused = {"skipped": reason, "place": detail}
+
     def _advance(self) -> None:
         while self._left and self._left[0]["role"] != "assistant":
             self.messages.append(self._left.popleft())
 
     def line(self) -> Line:
         """The conversation as a row."""
+        if self._refused is not None:
+            return self._refused
         tools = {"tools": self._tools} if self._tools else {}
         return {"messages": self.messages, **tools}
 
@@ -92,19 +104,23 @@ class TransformersRewriter:
     def __init__(
         self, asked: RegenerateConfig, folder: Path, dtype: str, device: str, template_kwargs: dict[str, Any]
     ) -> None:
-        """Load the whole target from `folder` onto `device`."""
+        """Load the whole target from `folder` onto `device`. Raises TargetError."""
         import torch
-        import transformers
 
-        transformers.utils.logging.disable_progress_bar()
+        from producer.target import end_tokens, load_tokenizer, read_config
+        from producer.trunk import load_for_decoding
+
         self._asked, self._kwargs = asked, template_kwargs
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer.padding_side = "left"
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         chosen = (torch.float32 if device == "cpu" else torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=chosen).to(device).eval()
-        known = self._model.generation_config.eos_token_id or self._tokenizer.eos_token_id
-        self._ends = set(known if isinstance(known, list) else [known])
+        self._model: Any = load_for_decoding(folder, chosen, torch.device(device))
+        text = read_config(folder).get_text_config()
+        self._context = int(text.max_position_embeddings)
+        self._ends = end_tokens(folder, text, self._tokenizer)
+        self._reads_thoughts = bool(_READS_THOUGHTS.search(str(self._tokenizer.chat_template or "")))
 
     def rewrite(self, items: Iterable[Item]) -> Iterator[Line]:
         """Yield one line per item, in order."""
@@ -112,20 +128,32 @@ class TransformersRewriter:
         while batch := list(islice(items, self._asked.batch_size)):
             dialogues = {n: _Dialogue(item) for n, item in enumerate(batch) if isinstance(item, Conversation)}
             while waiting := [dialogue for dialogue in dialogues.values() if dialogue.waiting]:
-                for dialogue, message in zip(waiting, self._answers(waiting), strict=True):
+                prompts = [self._prompt(dialogue) for dialogue in waiting]  # one that cannot be asked waits no more
+                asked = [(dialogue, text) for dialogue, text in zip(waiting, prompts, strict=True) if dialogue.waiting]
+                for (dialogue, _), message in zip(asked, self._answers([text for _, text in asked]), strict=True):
                     dialogue.answer(message)
             for number, item in enumerate(batch):
                 yield dialogues[number].line() if isinstance(item, Conversation) else item
 
-    def _answers(self, dialogues: list[_Dialogue]) -> list[Message]:
-        import torch
-
-        texts = [
-            self._tokenizer.apply_chat_template(
+    def _prompt(self, dialogue: _Dialogue) -> str:
+        """What the target is to continue; a conversation that template or context refuses is given up."""
+        try:
+            text = self._tokenizer.apply_chat_template(
                 dialogue.messages, tools=dialogue.tools, tokenize=False, add_generation_prompt=True, **self._kwargs
             )
-            for dialogue in dialogues
-        ]
+        except Exception as error:  # templates raise what they like
+            dialogue.refuse("template_error", str(error))
+            return ""
+        tokens = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokens >= self._context:
+            dialogue.refuse("too_long", f"a prompt of {tokens} tokens, the target's context is {self._context}")
+        return str(text)
+
+    def _answers(self, texts: list[str]) -> list[Message]:
+        import torch
+
+        if not texts:
+            return []
         inputs = self._tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         sampling = {"do_sample": True, "temperature": self._asked.temperature} if self._asked.temperature else {}
         with torch.inference_mode():
@@ -133,14 +161,30 @@ class TransformersRewriter:
                 **inputs.to(self._model.device),
                 max_new_tokens=self._asked.max_new_tokens,
                 pad_token_id=self._tokenizer.pad_token_id,
+                eos_token_id=list(self._ends) or None,
                 **(sampling or {"do_sample": False}),
             )
-        return [self._message(row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+        return [self._message(text, row) for text, row in zip(texts, rows, strict=True)]
 
-    def _message(self, ids: list[int]) -> Message:
+    def _message(self, prompt: str, ids: list[int]) -> Message:
         end = next((place for place, token in enumerate(ids) if token in self._ends), None)
         text = self._tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
-        return {"role": "assistant", "content": text} | ({} if end is not None else {"finish_reason": "length"})
+        message = split_thoughts(prompt, text) if self._reads_thoughts else {"content": text}
+        return {"role": "assistant", **message} | ({} if end is not None else {"finish_reason": "length"})
+
+
+def split_thoughts(prompt: str, text: str) -> dict[str, str]:
+    """Take the reasoning off an answer, as servers do, whether the prompt opens it or the answer does.
+
+    Reasoning that was cut before its end leaves an empty answer, whose row is skipped: the template would print it as
+    if it were one.
+    """
+    opened = _OPENED_LAST.search(prompt) or _OPENED_FIRST.match(text)
+    if opened is None:
+        return {"content": text}
+    thoughts, _, answer = text.removeprefix(opened[0]).partition(f"</{opened[1]}>")
+    return {"content": answer.strip()} | ({"reasoning_content": thoughts.strip()} if thoughts.strip() else {})
 
 
 class ServerRewriter:

@@ -27,7 +27,8 @@ from producer.corpus.answers import AnswerFailed, Rewriter, ServerRewriter, Tran
 from producer.corpus.cache import key_of, limited
 from producer.corpus.conversation import BadRow, Conversation, conversation_of
 from producer.corpus.sources import Row, SourceError, fingerprint, read_chunks
-from producer.target_source import TargetNotFound, find_target
+from producer.target import TargetError
+from producer.target_source import TargetNotFound, check_weights, find_target
 
 Item = Conversation | dict[str, Any]
 """A conversation to answer, or a line that is passed on as it is."""
@@ -41,7 +42,7 @@ def main() -> int:
     log = Log("regenerate", 0)
     try:
         regenerate(load_config(run_dir / "config.yaml"), run_dir, log)
-    except (ConfigError, TargetNotFound, SourceError, AnswerFailed) as error:
+    except (ConfigError, TargetNotFound, TargetError, SourceError, AnswerFailed) as error:
         print(str(error), file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -51,7 +52,10 @@ def main() -> int:
 
 
 def regenerate(config: Config, run_dir: Path, log: Log) -> None:
-    """Write what is missing of each source's file. Raises SourceError, AnswerFailed, TargetNotFound, OSError."""
+    """Write what is missing of each source's file.
+
+    Raises SourceError, AnswerFailed, TargetNotFound, TargetError, OSError.
+    """
     rewriter: Rewriter | None = None
     for number, file in enumerate(regenerated_files(config, run_dir)):
         if file.exists():
@@ -108,6 +112,7 @@ def _make_rewriter(config: Config, log: Log) -> Rewriter:
         log("regenerate", server=asked.server, under_way=asked.batch_size)
         return ServerRewriter(asked, asked.server_model or config.target.model, config.data.chat_template_kwargs)
     folder = find_target(config.target.model, config.target.revision, lambda line: log("target", detail=line))
+    check_weights(folder.path)
     device = os.environ.get("DFLASH_DEVICE", "cpu")
     log("regenerate", device=device, batch_size=asked.batch_size)
     return TransformersRewriter(asked, folder.path, config.target.dtype, device, config.data.chat_template_kwargs)

@@ -17,7 +17,7 @@ import pytest
 from configs.load import config_from, dump_config
 from configs.schema import Config
 from ops.telemetry import Log
-from producer.corpus.answers import PROBE, AnswerFailed
+from producer.corpus.answers import PROBE, AnswerFailed, split_thoughts
 from producer.corpus.regenerate import regenerate, regenerated_files
 from producer.corpus.sources import SourceError
 from producer.prepare import prepare
@@ -272,3 +272,36 @@ def test_transformers_writes_the_targets_own_greedy_answers(tmp_path: Path) -> N
     for _ in range(6):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     assert answer["content"] == tokenizer.decode(ids[0, start:], skip_special_tokens=True).strip()
+
+
+def test_a_conversation_that_template_or_context_refuses_is_skipped_and_the_others_are_answered(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    template = tmp_path / "target" / "chat_template.jinja"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    rows = [[user("a")], [{"role": "system", "content": "s"}, user("a")], [user("b" * 600)], [user("c")]]
+    config = config_of(tmp_path, None, [{"messages": messages} for messages in rows], max_new_tokens=4)
+    run_dir = tmp_path / "runs" / "r"
+    regenerate(config, run_dir, Log("regenerate", 0))
+    first, system, long, last = lines_of(config, run_dir)
+    assert system == {"skipped": "template_error", "place": "System role not supported"}
+    assert long["skipped"] == "too_long"
+    assert "the target's context is 512" in long["place"]
+    assert [len(line["messages"]) for line in (first, last)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "message"),
+    [
+        ("assistant\n", "yes", {"content": "yes"}),
+        ("assistant\n", "<think>\nhm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "hm"}),
+        ("assistant\n<think>\n", "hm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "hm"}),
+        ("assistant\n<think>\n", "\n</think>\n\nyes", {"content": "yes"}),
+        ("assistant\n<think>\n\n</think>\n\n", "yes", {"content": "yes"}),
+        ("assistant\n<think>\n", "hm, cut", {"content": "", "reasoning_content": "hm, cut"}),
+        ("assistant\n", "<think>\ncut", {"content": "", "reasoning_content": "cut"}),
+        ("assistant\n", "say <think> and </think>", {"content": "say <think> and </think>"}),
+    ],
+)  # fmt: skip
+def test_thoughts_are_taken_off_an_answer_whoever_opens_them(prompt: str, text: str, message: dict[str, str]) -> None:
+    assert split_thoughts(prompt, text) == message
