@@ -15,7 +15,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def short_folder() -> Iterator[Path]:
     """A folder whose path leaves room for a unix socket's 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="dflash-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="sockets-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
