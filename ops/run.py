@@ -323,7 +323,7 @@ class Launch:
     def _summarise(self) -> int:
         self.metrics.poll()
         summary = make_summary(self.run_dir, self.config, self.metrics)
+        self.out.show(end_table(self.config.run.name, summary))  # first: the disk may be full
         write_summary(self.run_dir, summary)
         self.commander.state = "finished"
-        self.out.show(end_table(self.config.run.name, summary))
         return DONE
