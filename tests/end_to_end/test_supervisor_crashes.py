@@ -28,7 +28,7 @@ def answer(runs: Runs, *words: str) -> subprocess.CompletedProcess[str]:
     """What a command says; given again while a process of the run is too slow to answer (code 4)."""
 
     def asked() -> subprocess.CompletedProcess[str] | None:
-        done = runs.ask(*words, runs.name)
+        done = runs.ask(*words)
         return None if done.returncode == 4 else done
 
     found: subprocess.CompletedProcess[str] = runs.until(f"an answer to {words[0]}", asked)
@@ -81,7 +81,7 @@ def test_a_killed_target_comes_back_and_the_drafter_stays(runs: Runs) -> None:
     os.kill(runs.process("target0")["pid"], signal.SIGKILL)
     again = runs.until("a new target", lambda: (p := runs.process("target0")).get("restarts") == 1 and p)
     assert again["packs"] >= 5, "those of its first life count"
-    assert f"{again['name']}: " in (said := answer(runs, "status").stdout)
+    assert f"{again['name']}: " in (said := answer(runs, "status", runs.name).stdout)
     assert " packs, 1 restarts" in said
     assert runs.process("drafter0")["pid"] == drafter
     runs.let_end()
@@ -140,7 +140,7 @@ def test_a_restart_that_would_change_what_a_pack_is_is_refused(runs: Runs) -> No
     runs.until_step(1)
     before = runs.process("drafter0")["pid"]
     for key, value in {"pack.tokens": 64, "target.num_taps": 3, "ring.num_slots": 9, "optimiser.lr": 1}.items():
-        refused = answer(runs, "restart", "drafter", "--set", f"{key}={value}")
+        refused = answer(runs, "restart", "drafter", runs.name, "--set", f"{key}={value}")
         assert refused.returncode == 2
         assert key.removesuffix(".lr") in refused.stderr
     assert runs.process("drafter0")["pid"] == before
@@ -211,7 +211,7 @@ def test_children_of_a_killed_launcher_leave_and_the_next_launch_takes_over(runs
     launcher.wait()
     runs.until("the children have left", lambda: not runs.processes())
     assert segments_of_run(runs.name), "the rings stay for the next launch to find"
-    assert "its launcher died" in answer(runs, "status").stdout
+    assert "its launcher died" in answer(runs, "status", runs.name).stdout
     code, out = end(runs.launch(steps=60, step_s=0.01))
     assert code == 0, out
     assert "left-over segments of an earlier launch" in out
@@ -353,7 +353,7 @@ def test_a_finished_run_stays_finished_when_another_launch_of_it_is_refused(
     assert code == 2, out
     assert {name: (runs.run_dir / name).read_text() for name in results} == before
     assert not list(runs.run_dir.glob("*.1"))
-    assert answer(runs, "status").stdout.startswith(f"run {runs.name}: finished")
+    assert answer(runs, "status", runs.name).stdout.startswith(f"run {runs.name}: finished")
     for command in (["pause"], ["restart", "drafter"], ["set", "ring.min_ready=2"]):
         assert runs.ask(*command, runs.name).returncode == 2
     code, out = end(runs.launch("--set", "optimizer.lr=0.25", steps=10))
@@ -392,12 +392,12 @@ def test_stop_from_another_terminal_waits_for_the_end_and_may_be_repeated(runs: 
 def test_pause_checkpoint_set_and_resume_reach_the_processes(runs: Runs) -> None:
     launcher = runs.launch(steps=FOREVER, step_s=0.02, every=FOREVER)
     runs.until("both run", lambda: runs.status()["state"] == "running")
-    assert answer(runs, "pause").stdout == "pause: target0, drafter0\n"
-    assert json.loads(answer(runs, "status", "--json").stdout)["state"] == "paused"
-    assert answer(runs, "checkpoint").stdout.startswith("checkpoint: asked drafter0; ")
-    assert answer(runs, "set", "ring.min_ready=2", "training.log_every_steps=3").returncode == 0
-    assert answer(runs, "set", "optimizer.lr=3").returncode == 2
-    assert answer(runs, "resume").returncode == 0
+    assert answer(runs, "pause", runs.name).stdout == "pause: target0, drafter0\n"
+    assert json.loads(answer(runs, "status", runs.name, "--json").stdout)["state"] == "paused"
+    assert answer(runs, "checkpoint", runs.name).stdout.startswith("checkpoint: asked drafter0; ")
+    assert answer(runs, "set", "ring.min_ready=2", "training.log_every_steps=3", runs.name).returncode == 0
+    assert answer(runs, "set", "optimizer.lr=3", runs.name).returncode == 2
+    assert answer(runs, "resume", runs.name).returncode == 0
     runs.until("the checkpoint", lambda: list((runs.run_dir / "checkpoints").glob("step-*")))
     seen = runs.until("the settings", lambda: runs.process("drafter0").get("settings_seen"))
     assert seen == {"ring.min_ready": 2, "training.log_every_steps": 3}

@@ -21,6 +21,7 @@ __all__ = ["runs"]
 
 def picture_judged(runs: Runs, kind: str) -> dict[str, Any]:
     """The first picture with this verdict: lines of the start, when both sides wait, count for half a minute."""
+    runs.until_step(1)
 
     def picture() -> dict[str, Any] | None:
         seen: dict[str, Any] = json.loads(runs.ask("dashboard", runs.name, "--json").stdout)
