@@ -20,6 +20,7 @@ from shm_ring.names import SHM_DIR, find_segments
 
 _CHUNK_BYTES = 1 << 30  # a signal makes tmpfs undo and restart a whole call; smaller calls always get on
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class Existing(Exception):
@@ -136,20 +137,44 @@ def memory_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def container_free_bytes(root: Path = _CGROUP) -> int | None:
-    """Bytes left under the container's memory limit (cgroup 2, then 1) without file cache; None without a limit."""
-    for limit_name, stat_name, used_keys in (
-        ("memory.max", "memory.stat", ("anon", "shmem")),
-        ("memory/memory.limit_in_bytes", "memory/memory.stat", ("total_rss", "total_shmem")),
-    ):
-        try:
-            limit = (root / limit_name).read_text().strip()
-            counts = dict(line.split() for line in (root / stat_name).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit == "max" or int(limit) >= 1 << 60:
-            return None
-        return max(0, int(limit) - sum(int(counts.get(key, 0)) for key in used_keys))
-    return None
+    """Bytes left under the memory limits of the container, or of the scheduler's job, without file cache.
+
+    The least of this process's control group (version 2, else 1) and of those above it; None without a limit.
+    """
+    by_version = (
+        (root, "", "memory.max", ("anon", "shmem")),
+        (root / "memory", "memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
+    )
+    found = [
+        _left_in(folder, limit, used)
+        for top, controller, limit, used in by_version
+        for folder in _own_groups(top, controller)
+    ]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _own_groups(top: Path, controller: str) -> list[Path]:
+    """This process's control group of a controller ("" for version 2) below `top`, and all above it; `top` alone in a
+    container, which does not see its own path."""
+    try:
+        lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    own = next((path for _, names, path in lines if controller in names.split(",")), "/")
+    lowest = top / own.strip("/")
+    return [lowest, *(folder for folder in lowest.parents if folder.is_relative_to(top))]
+
+
+def _left_in(group: Path, limit_name: str, used_keys: tuple[str, ...]) -> int | None:
+    """Bytes left under a control group's limit; None without one."""
+    try:
+        limit = (group / limit_name).read_text().strip()
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    return max(0, int(limit) - sum(int(counts.get(key, 0)) for key in used_keys))
 
 
 def take_all_and_unlink(fd: int, name: str) -> bool:

@@ -13,6 +13,7 @@ from ops.devices import find_gpus, place
 from ops.errors import RunTaken
 from ops.hosts import host_place
 from ops.rings import clean_left_overs
+from shm_ring import shared_memory
 from shm_ring.handover import Handover
 
 
@@ -99,3 +100,32 @@ def test_a_containers_quota_of_processor_time_counts_as_so_many_cores(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        ("0::/job_7/step_0\n", 60),
+        ("0::/job_7\n", 60),
+        ("0::/\n", 900),
+        ("0::/not/seen/in/a/container\n", 900),
+        ("5:cpu,memory:/slurm/job_8\n", 40),
+        ("5:cpu:/slurm/job_8\n4:memory:/\n", 900),
+    ],
+)
+def test_the_memory_limit_of_a_schedulers_job_counts_like_a_containers(
+    own: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "memory.max": "1000", "memory.stat": "anon 60\nshmem 40\nfile 500",
+        "job_7/memory.max": "100", "job_7/memory.stat": "anon 30\nshmem 10",
+        "job_7/step_0/memory.max": "max", "job_7/step_0/memory.stat": "anon 30\nshmem 10",
+        "memory/slurm/job_8/memory.limit_in_bytes": "50", "memory/slurm/job_8/memory.stat": "total_rss 10",
+        "memory/memory.limit_in_bytes": str(1 << 62), "memory/memory.stat": "total_rss 10",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(shared_memory, "_OWN_GROUPS", tmp_path / "own")
+    assert shared_memory.container_free_bytes(tmp_path) == left
