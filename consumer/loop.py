@@ -301,7 +301,8 @@ class Trainer:
                     "non-finite loss or gradient; the newest checkpoint is good: lower optimizer.lr"
                 )
             if self.step.step % self.log_every_steps == 0:
-                meter.write(self.step, len(self.journal.trained), **self._heldout(meter), **self._start_facts())
+                facts = {"train_seconds": round(self.train_seconds, 1), **self._heldout(meter), **self._start_facts()}
+                meter.write(self.step, len(self.journal.trained), **facts)
         if not self.in_a_step:
             self.journal.finish(*self._open_packs)
             self._open_packs = []

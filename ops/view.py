@@ -159,31 +159,31 @@ class Viewer:
         return process | last | {"step_s": self._paces.get(key), "metrics_age_s": _age_s(record)}
 
     def _eta_s(self) -> float | None:
-        """Seconds until the planned steps are done at the present pace, or until max_seconds; None if unknown."""
+        """Seconds until all packs are trained or max_steps is reached at the present pace, or until max_seconds.
+
+        None if unknown. Packs, not steps, are counted down: how many a step takes depends on the number of drafters.
+        """
         lead = self._metrics.lead(DRAFTER)
         series = self._metrics.series.get(lead)
         if not series or self._config is None or not self._status.get("launcher_pid"):
             return None
-        training = self._config.training
-        limits = []
-        pace_s = _pace_s(series)
-        goals = [training.max_steps, self._plan.get("num_packs", 0) * training.steps_per_pack or None]
-        goal = min((each for each in goals if each), default=None)
-        if goal and pace_s is not None:
-            limits.append(max(0.0, (goal - series[-1]["step"]) * pace_s))
-        began = self._metrics.first[lead]["time"]
-        if training.max_seconds:
-            limits.append(max(0.0, training.max_seconds - (time.time() - began)))
-        return round(min(limits), 1) if limits else None
+        training, last, limits = self._config.training, series[-1], []
+        for name, goal in (("step", training.max_steps), ("packs_trained", self._plan.get("num_packs"))):
+            pace_s = _pace_s(series, name)
+            if goal and pace_s is not None:
+                limits.append((goal - last[name]) * pace_s)
+        if training.max_seconds and isinstance(last.get("train_seconds"), (int, float)):
+            limits.append(training.max_seconds - last["train_seconds"])
+        return round(max(0.0, min(limits)), 1) if limits else None
 
 
-def _pace_s(series: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds a step over the last half minute of metrics; None while nothing moves."""
-    last = series[-1]
-    first = next((r for r in series if r["time"] >= last["time"] - WINDOW_S), last)
-    if last["step"] <= first["step"]:
+def _pace_s(series: Sequence[dict[str, Any]], name: str = "step") -> float | None:
+    """Seconds a step (or another count) over the last half minute of metrics; None while nothing moves."""
+    known = [record for record in series if isinstance(record.get(name), (int, float))]
+    recent = [record for record in known if record["time"] >= known[-1]["time"] - WINDOW_S]
+    if not recent or recent[-1][name] <= recent[0][name]:
         return None
-    return round(float(last["time"] - first["time"]) / float(last["step"] - first["step"]), 4)
+    return round(float(recent[-1]["time"] - recent[0]["time"]) / float(recent[-1][name] - recent[0][name]), 4)
 
 
 def _inode(name: str) -> int:
