@@ -23,7 +23,8 @@ def slow_down(run_dir: Path, rank: int) -> None:
     from shm_ring import Ring, ring_name
     from tests.helpers.starving import Starving
 
-    run, drafters = Target._run, Starving(Ring.open(ring_name(run_dir.name, rank), readonly=True), STARVED_SHARE)
+    run, ring = Target._run, Ring.open(ring_name(run_dir.name, rank), readonly=True)
+    drafters = Starving(ring, STARVED_SHARE, STARVED_SHARE)
 
     def slowly(self: Target, *arguments: Any, **more: Any) -> Any:
         drafters.wait()
