@@ -234,8 +234,10 @@ class Supervisor:
             child.ready_at = now
             child.was_ever_ready = True
             self._out.say(f"{child.name} is ready after {now - child.started_at:.1f} s")
-            if self.paused:
+            if was_paused := self.paused:
                 _try(child, "pause")
+            if was_paused and not self.paused:  # all were resumed meanwhile, this one perhaps before it was paused
+                _try(child, "resume")
         elif now - child.started_at > self.config.supervisor.ready_timeout_s:
             limit = self.config.supervisor.ready_timeout_s
             self._fail(child, f"not ready within {limit:g} s (supervisor.ready_timeout_s)", 4)

@@ -1,4 +1,4 @@
-"""Once a run is being stopped, nothing is started any more, whatever was asked for in the same moment."""
+"""What is asked for in the same moment: nothing is started once a run is being stopped, nothing stays paused."""
 
 from __future__ import annotations
 
@@ -56,3 +56,21 @@ def test_a_second_ctrl_c_counts_from_the_moment_that_the_first_is_answered(monke
     with pytest.raises(StopIteration):  # nothing leaves by itself
         Launch._stop(launch, supervisor)  # type: ignore[arg-type]
     assert stops == [False, True]
+
+
+@pytest.mark.parametrize(("resumed", "told"), [(False, ["pause"]), (True, ["pause", "resume"])])
+def test_a_process_that_becomes_ready_while_all_are_resumed_does_not_stay_paused(
+    resumed: bool, told: list[str], supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def ask(_socket: Path, command: str, _limit_s: float) -> dict[str, object]:
+        said.append(command)
+        supervisor.paused = supervisor.paused and not resumed
+        return {}
+
+    monkeypatch.setattr("ops.supervisor.ask", ask)
+    monkeypatch.setattr(Child, "reports_ready", True)
+    supervisor.paused = True
+    supervisor._look_at_start(supervisor.children[0], 0.0)
+    assert said == told
