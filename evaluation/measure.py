@@ -16,7 +16,7 @@ import torch
 
 from evaluation.acceptance import Acceptance
 from evaluation.drafter_session import DrafterSession
-from evaluation.prompts import load_prompts, prompt_ids
+from evaluation.prompts import PromptError, load_prompts, prompt_ids
 from evaluation.speculate import Limits, Sampling, Trace, decode_dflash, decode_plain, decode_tree
 from evaluation.subject import Subject
 from evaluation.target_session import TargetSession
@@ -86,7 +86,7 @@ def _measure_set(
     say: Say,
 ) -> list[Method]:
     kwargs = subject.facts.training.get("chat_template_kwargs") or {}
-    ids = [prompt_ids(subject.tokenizer, prompt, kwargs) for prompt in prompts]
+    ids = fitting(name, [prompt_ids(subject.tokenizer, prompt, kwargs) for prompt in prompts], subject, plan, say)
     limits = Limits(plan.max_new_tokens, frozenset(subject.description.eos_token_ids))
     sampling = Sampling(plan.temperature, torch.Generator(target.device).manual_seed(plan.seed))
     size = subject.drafter.shape.block_size
@@ -106,6 +106,24 @@ def _measure_set(
         found.append(method)
         say(f"{name}: {kind}: accepted length {method.acceptance.mean:.3f}, {method.tokens_per_s:.1f} tokens/s")
     return found
+
+
+def fitting(name: str, ids: list[list[int]], subject: Subject, plan: Plan, say: Say) -> list[list[int]]:
+    """The prompts that leave room for the new tokens in the target's context; beyond it no text means anything.
+
+    Raises PromptError where none is left.
+    """
+    context = subject.description.max_position_embeddings
+    kept = [prompt for prompt in ids if 0 < len(prompt) <= context - plan.max_new_tokens]
+    if not kept:
+        raise PromptError(
+            f"--prompts {name}: none of {len(ids)} prompts is in the target's context of {context} tokens with "
+            f"--max-new-tokens {plan.max_new_tokens}; the longest has {max(map(len, ids))}"
+        )
+    if len(kept) < len(ids):
+        left_out = len(ids) - len(kept)
+        say(f"{name}: {left_out} of {len(ids)} prompts left out: empty, or beyond the target's context of {context}")
+    return kept
 
 
 def tree_name(budget: int) -> str:

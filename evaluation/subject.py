@@ -12,6 +12,7 @@ from configs.schema import TargetConfig
 from consumer.drafter import Drafter
 from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.folder import is_export, read_export
+from consumer.export.identity import identify
 from consumer.export.source import facts_of, find_checkpoint
 from consumer.frozen_head import FrozenHead, load_frozen_head
 from producer.target import TargetDescription, describe_target, load_tokenizer
@@ -34,6 +35,8 @@ class Subject:
 def load_subject(path: Path, target: str | None, device: torch.device, dtype: str = "auto") -> Subject:
     """Load the drafter at `path` for `target` (a folder or hub id; None: the run's own). dtype: of both models.
 
+    An export says which target it is for; every fact in which the one given is another is printed as a warning.
+
     auto: float32 on a CPU, else the target's stored type. Raises ExportError, CheckpointError, HeadError, TargetError,
     TargetNotFound.
     """
@@ -54,6 +57,9 @@ def load_subject(path: Path, target: str | None, device: torch.device, dtype: st
         drafter.load_state_dict(checkpoint.drafter())
         run_dir = path if (path / "checkpoints").is_dir() else checkpoint.path.parent.parent
     description, tokenizer = describe(folder, target or str(folder), facts, device, dtype)
+    if run_dir is None and facts.identity is not None:
+        for line in facts.identity.differences(identify(folder, facts.identity.name, None, description.as_dict())):
+            print(f"warning: {line}", flush=True)
     head = load_frozen_head(folder, description.tie_word_embeddings, getattr(torch, description.dtype), device)
     _check_rows(head, facts)
     if facts.draft_vocab is not None:

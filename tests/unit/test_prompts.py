@@ -8,10 +8,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import launch
+from evaluation.measure import Plan, fitting
 from evaluation.prompts import GSM_SEED, PromptError, gsm_symbolic, humaneval, load_prompts, prompt_ids
 from tests.helpers.tiny_target import make_tokenizer
 
@@ -101,6 +104,16 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, con
         load_prompts(str(tmp_path / "p.jsonl"))
 
 
+def test_a_file_is_cut_at_line_feeds_alone_and_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    rows = [{"prompt": "one\u2028two\x85three"}, {"prompt": "four"}]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "p.jsonl").write_bytes(text.encode("utf-8-sig"))
+    assert load_prompts(str(tmp_path / "p.jsonl")) == ["one\u2028two\x85three", "four"]
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(PromptError, match=":1: not JSON in UTF-8"):
+        load_prompts(str(tmp_path / "p.jsonl"))
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no such file; or one of humaneval"):
         load_prompts("humanevall")
@@ -136,3 +149,13 @@ def test_eval_refuses_impossible_arguments_before_anything_loads(
     err = capsys.readouterr().err
     assert code == 2
     assert line in err
+
+
+def test_prompts_without_room_in_the_targets_context_are_left_out_and_counted() -> None:
+    subject: Any = SimpleNamespace(description=SimpleNamespace(max_position_embeddings=10))
+    said: list[str] = []
+    plan = Plan(("p",), max_new_tokens=4)
+    assert fitting("p", [[1] * 6, [], [1] * 7, [1]], subject, plan, said.append) == [[1] * 6, [1]]
+    assert said == ["p: 2 of 4 prompts left out: empty, or beyond the target's context of 10"]
+    with pytest.raises(PromptError, match=r"none of 1 prompts .* context of 10 tokens with --max-new-tokens 4"):
+        fitting("p", [[1] * 7], subject, plan, said.append)

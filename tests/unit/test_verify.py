@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import launch
 from consumer.export.source import export_checkpoint
 from evaluation.parity import verify
+from evaluation.subject import load_subject
 from tests.helpers.drafter_checkpoint import save_drafter
 from tests.helpers.tiny_target import make_tokenizer, save_target
 
@@ -137,3 +138,12 @@ def test_a_folder_without_identity_and_probe_is_checked_as_far_as_it_goes(
     findings = verify(folder, str(target))
     assert all(finding.good for finding in findings)
     assert sum("not" in finding.text and "known" in finding.text for finding in findings) == 1
+
+
+def test_eval_warns_of_another_target(
+    exports: dict[str, Path], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_subject(exports["zlab"], str(target), torch.device("cpu"))
+    assert "warning" not in capsys.readouterr().out
+    load_subject(exports["zlab"], str(save_target(tmp_path, num_layers=7)), torch.device("cpu"))
+    assert "warning: target num_layers: the drafter was trained with 6, this target has 7" in capsys.readouterr().out
