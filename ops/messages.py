@@ -105,15 +105,16 @@ class Server:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         touch_at = 0.0
-        while not self._closing.is_set():
-            if poller.poll(TICK_MS):
-                *route, body = socket.recv_multipart()
-                socket.send_multipart([*route, self._answer(body).encode()])
-            self._tick()
-            if time.monotonic() >= touch_at:
-                self._lock.touch()
-                touch_at = time.monotonic() + TOUCH_S
-        socket.close()
+        # close() goes on after a while, and its term() ends a call here and then waits for the socket
+        with contextlib.closing(socket), contextlib.suppress(zmq.ContextTerminated):
+            while not self._closing.is_set():
+                if poller.poll(TICK_MS):
+                    *route, body = socket.recv_multipart()
+                    socket.send_multipart([*route, self._answer(body).encode()])
+                self._tick()
+                if time.monotonic() >= touch_at:
+                    self._lock.touch()
+                    touch_at = time.monotonic() + TOUCH_S
 
     def _answer(self, body: bytes) -> str:
         """Return the reply as JSON; whatever is wrong with a command, or with what comes of it, becomes a refusal."""

@@ -15,7 +15,7 @@ import pytest
 
 from ops.control import LAUNCHER_ENV, Control
 from ops.errors import NoAnswer, NotRunning, Refused, RunTaken
-from ops.messages import Request, ask
+from ops.messages import Request, Server, ask
 from ops.paths import MAX_SOCKET_CHARS, runtime_dir, socket_path
 
 PATIENCE_S = 300.0
@@ -161,6 +161,20 @@ def test_the_socket_is_gone_after_close_and_its_folder_is_private(tmp_path: Path
     with Control.start(tmp_path / "run", role="target", rank=0):
         assert _socket(tmp_path).is_socket()
         assert runtime_dir(tmp_path / "run").stat().st_mode & 0o077 == 0
+    assert not _socket(tmp_path).exists()
+
+
+def test_a_server_whose_thread_stands_still_while_it_is_closed_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process was suspended in that moment: close() waits no longer for the thread, which still polls."""
+    monkeypatch.setattr("ops.messages._JOIN_S", 0.0)
+    runtime_dir(tmp_path / "run", create=True)
+    server = Server(_socket(tmp_path), lambda _request: {}).start()
+    closer = threading.Thread(target=server.close, daemon=True)
+    closer.start()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
     assert not _socket(tmp_path).exists()
 
 
