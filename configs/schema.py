@@ -147,7 +147,7 @@ class DataConfig(Section):
     empty_reasoning: Bool = False
     """Supervise an empty reasoning block that the template puts before an answer without one."""
     max_document_tokens: Int | None = Field(None, ge=8)
-    """Longest document, in tokens. None: the pack size."""
+    """Longest document, in tokens. None: the pack size. Never more than the target's context."""
     long_documents: Literal["truncate", "split", "skip"] = "truncate"
     """What becomes of a longer one: cut at the right, cut into several documents, or skipped and counted."""
     bad_rows: Literal["skip", "fail"] = "skip"

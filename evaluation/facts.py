@@ -166,6 +166,8 @@ def auto_line(config: Config) -> list[str]:
 
 def _warnings(config: Config, target: TargetDescription) -> list[str]:
     longest = min(config.data.max_document_tokens or config.pack.tokens, config.pack.tokens)
+    if longest > target.max_position_embeddings:
+        return [f"documents end at {target.max_position_embeddings} tokens, the target's context, not at {longest}"]
     if longest * SHORT_CONTEXT >= target.max_position_embeddings:
         return []
     return [

@@ -66,7 +66,7 @@ def prepare(run_dir: Path, config: Config, log: Log, on_gpu: bool) -> dict[str, 
     log("target", mask_token=target.mask_token_id, taps=target.target_layer_ids, dtype=target.dtype)
     identity = identity_of(config, target, folder.path)
     check_drafter(run_dir, config, target, identity)
-    report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log)
+    report, digest = prepare_data(run_dir, config, tokenizer, folder.path, log, target.max_position_embeddings)
     documents = Documents(run_dir / "data")
     check_tokens(documents, target, tokenizer)
     identity["data"] = named(f"{len(documents)} documents, {report.tokens} tokens", digest)
@@ -105,14 +105,20 @@ def identity_of(config: Config, target: TargetDescription, folder: Path) -> dict
     }
 
 
-def prepare_data(run_dir: Path, config: Config, tokenizer: Any, folder: Path, log: Log) -> tuple[DataReport, str]:
+def prepare_data(
+    run_dir: Path, config: Config, tokenizer: Any, folder: Path, log: Log, context: int | None = None
+) -> tuple[DataReport, str]:
     """Tokenise the sources, or find them tokenised, and choose what is trained on; returns report and data digest.
 
-    Raises DataError, SourceError, TokenizingFailed.
+    context: the target's, in tokens; a longer document is a long one, since states beyond it mean nothing. Raises
+    DataError, SourceError, TokenizingFailed.
     """
     data = with_regenerated(config, run_dir) if config.data.regenerate.enabled else config.data
     pack_tokens = config.pack.tokens
     limit = min(data.max_document_tokens or pack_tokens, pack_tokens)
+    if context is not None and context < limit:
+        log("data", detail=f"the longest document is {context} tokens, the target's context, not {limit}")
+        limit = context
     cache = cache_folder(data, run_dir)
     corpus = tokenized(
         data, tokenizer, str(folder), limit, cache, run_dir / "data", lambda line: log("data", detail=line), _progress

@@ -41,7 +41,9 @@ def facts_of(checkpoint: Checkpoint, target: Path, dtype: str = "auto") -> Draft
     training = {
         "steps": checkpoint.step,
         "packs_trained": len(checkpoint.trained),
-        "longest_document_tokens": config["data"]["max_document_tokens"] or config["pack"]["tokens"],
+        "longest_document_tokens": min(
+            config["data"]["max_document_tokens"] or config["pack"]["tokens"], described["max_position_embeddings"]
+        ),
         "chat_template_kwargs": config["data"]["chat_template_kwargs"],
         "labels": config["loss"]["labels"],
         "data_digest": meta["data_digest"],

@@ -32,6 +32,7 @@ class Prepared:
         self.tokenizer.save_pretrained(folder / "tokenizer")
         self.said: list[str] = []
         self.digest = ""
+        self.context: int | None = None
 
     def config(self, sources: list[dict[str, Any]], **data: Any) -> Config:
         return config_from({"data": {"sources": sources, **data}, "pack": {"tokens": 128}})
@@ -41,7 +42,8 @@ class Prepared:
         log = _Remembering("prepare", 0)
         log.said = self.said
         config = self.config(sources, **data)
-        report, self.digest = prepare_data(self.run_dir, config, self.tokenizer, self.folder / "tokenizer", log)
+        folder = self.folder / "tokenizer"
+        report, self.digest = prepare_data(self.run_dir, config, self.tokenizer, folder, log, self.context)
         return report
 
     @property
@@ -219,6 +221,18 @@ def test_a_prompt_that_fills_the_limit_leaves_nothing_to_train_on(prepared: Prep
     assert report.skipped == {"no_supervised_tokens": 1}
     assert (report.used, report.truncated, report.documents) == (1, 1, 1)
     assert prepared.documents.lengths == [32]
+
+
+def test_no_document_is_longer_than_the_targets_context(prepared: Prepared, tmp_path: Path) -> None:
+    sources = [{"path": write_rows(tmp_path / "x.jsonl", [{"text": "a" * 100}, {"text": "b" * 20}])}]
+    prepared.context = 512  # more than the pack's 128: nothing to say
+    prepared.prepare(sources)
+    assert prepared.documents.lengths == [100, 20]
+    assert not any("context" in line for line in prepared.said)
+    prepared.context = 48
+    assert prepared.prepare(sources).truncated == 1
+    assert prepared.documents.lengths == [48, 20]
+    assert any("48 tokens, the target's context, not 128" in line for line in prepared.said)
 
 
 @pytest.mark.parametrize("policy", ["truncate", "split", "skip"])
