@@ -119,7 +119,10 @@ def locate(path: str) -> Path:
     if not path.startswith("package:"):
         return Path(path).expanduser()
     name, _, inside = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a part of a package that is not there, or no name at all
+        spec = None
     if spec is None or spec.origin is None:
         raise SourceError(f"data source {path}: the package {name} is not installed")
     return Path(spec.origin).parent / inside
@@ -182,7 +185,7 @@ def _file_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:
 def _text(file: Path) -> str | Row:
     """Return the text of a file; a Row with its fault where it is not UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         return Row(None, f"{file}, byte {error.start} (0x{error.object[error.start]:02x})", "not_utf8")
 
@@ -197,7 +200,7 @@ def _parquet_chunks(file: Path, source: int, size: int) -> Iterator[Chunk]:
             for batch in table.iter_batches(batch_size=size):
                 yield Chunk(source, str(file), first, batch.to_pylist())
                 first += batch.num_rows
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # a date beyond Python's years is one too
         raise SourceError(f"{file}: not a Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from configs.load import config_from
-from configs.schema import Config
+from configs.schema import Config, SourceConfig
 from ops.telemetry import Log
 from producer.corpus.documents import DataError, Documents
 from producer.corpus.report import DataReport
@@ -101,7 +103,7 @@ def test_every_kind_of_source_gives_the_same_documents(prepared: Prepared, tmp_p
 
 
 def test_plain_text_and_text_rows_are_supervised_whole(prepared: Prepared, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain words")
+    (tmp_path / "a.txt").write_text("plain words", encoding="utf-8-sig")  # a byte order mark is no text
     path = write_rows(tmp_path / "b.jsonl", [{"text": "row words"}, "bare words"])
     report = prepared.prepare([{"path": str(tmp_path / "a.txt")}, {"path": path}])
     assert texts(prepared) == ["plain words", "row words", "bare words"]
@@ -197,6 +199,7 @@ def test_a_text_that_is_not_utf8_is_a_bad_row_with_the_byte(prepared: Prepared, 
     [
         ("/nowhere.jsonl", r"data\.sources\.0\.path: no .*\.jsonl.* file at /nowhere\.jsonl"),
         ("package:no_such_package_here/x.jsonl", "no_such_package_here is not installed"),
+        ("package:no_such_package_here.inside/x.jsonl", "no_such_package_here.inside is not installed"),
         ("dataset:/nowhere/at/all", r"data\.sources\.0\.path: dataset:/nowhere/at/all"),
     ],
 )
@@ -205,6 +208,13 @@ def test_a_source_that_cannot_be_read_is_one_line(path: str, words: str) -> None
     with pytest.raises(SourceError, match=words) as caught:
         list(read_chunks(config.data.sources))
     assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_with_a_date_beyond_pythons_is_one_line(tmp_path: Path) -> None:
+    dates = pyarrow.array([10**15], type=pyarrow.timestamp("ms"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["words"], "made": dates}), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match="date value out of range"):
+        list(read_chunks((SourceConfig(path=str(tmp_path / "x.parquet")),)))
 
 
 def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
