@@ -124,7 +124,7 @@ def _rewrite_source(data: DataConfig, number: int, file: Path, rewriter: Rewrite
     if done:
         log("regenerate", detail=f"{data.sources[number].path}: going on after {done} rows")
     rows = (row for chunk in limited(_chunks(data, number), data.max_documents) for row in chunk.rows())
-    items = (_item(row, data.sources[number]) for row in islice(rows, done, None))
+    items = (item_of(row, data.sources[number]) for row in islice(rows, done, None))
     began = shown = time.monotonic()
     written = 0
     with partial.open("a", encoding="utf-8") as out:
@@ -143,19 +143,21 @@ def _chunks(data: DataConfig, number: int) -> Iterator[Any]:
     return read_chunks((data.sources[number],))
 
 
-def _item(row: Row, source: SourceConfig) -> Item:
+def item_of(row: Row, source: SourceConfig) -> Item:
     """What is to be done with a row; texts are passed on, and rows that cannot be used say why."""
     try:
         if row.content is None:
             raise BadRow(row.fault)
-        if source.kind == "text" or isinstance(row.content, str):
-            return row.content if isinstance(row.content, dict) else {"text": row.content}
-        conversation = conversation_of(row.content, answered=False)
+        is_text = source.kind == "text" or isinstance(row.content, str)
+        conversation = None if is_text else conversation_of(row.content, answered=False)
     except BadRow as bad:
         return {"skipped": bad.reason, "place": row.place}
     if conversation is not None:
         return conversation
-    return row.content if isinstance(row.content, dict) else {"skipped": "no_known_fields", "place": row.place}
+    text = row.content.get("text") if isinstance(row.content, dict) else row.content
+    # nothing else of a row is passed on: dates and images of a table are no JSON
+    is_known = isinstance(text, str) and source.kind != "chat"
+    return {"text": text} if is_known else {"skipped": "no_known_fields", "place": row.place}
 
 
 def _whole_lines(partial: Path) -> int:

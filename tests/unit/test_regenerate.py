@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 
 from configs.load import config_from, dump_config
-from configs.schema import Config
+from configs.schema import Config, SourceConfig
 from ops.telemetry import Log
 from producer.corpus.answers import PROBE, AnswerFailed, split_thoughts
-from producer.corpus.regenerate import regenerate, regenerated_files
-from producer.corpus.sources import SourceError
+from producer.corpus.regenerate import item_of, regenerate, regenerated_files
+from producer.corpus.sources import Row, SourceError
 from producer.prepare import prepare
 from tests.helpers.ports import kept_port
 from tests.helpers.tiny_target import save_target
@@ -249,6 +250,16 @@ def test_the_command_rewrites_prepares_and_reports_without_training(tmp_path: Pa
     run_dir = tmp_path / "runs" / "prep"
     assert json.loads((run_dir / "plan.json").read_text())["num_packs"] > 0
     assert not (run_dir / "checkpoints").exists()
+
+
+def test_of_a_row_of_text_nothing_but_the_text_is_passed_on() -> None:
+    """Columns of a table, dates and images, are no JSON; a source of chats has no texts."""
+    row = Row({"text": "words", "made": date(2026, 11, 30), "image": b"\xff"}, "x.parquet:1")
+    for kind in ("auto", "text"):
+        assert item_of(row, SourceConfig(path="x.parquet", kind=kind)) == {"text": "words"}
+    skipped = {"skipped": "no_known_fields", "place": "x.parquet:1"}
+    assert item_of(row, SourceConfig(path="x.parquet", kind="chat")) == skipped
+    assert item_of(Row({"image": b"\xff"}, "x.parquet:1"), SourceConfig(path="x.parquet")) == skipped
 
 
 def test_transformers_writes_the_targets_own_greedy_answers(tmp_path: Path) -> None:
