@@ -31,8 +31,8 @@ def evaluate(path: Path, options: argparse.Namespace) -> None:
 def plan_of(options: argparse.Namespace) -> Plan:
     """Check the arguments. Raises ConfigError with a line for each that is wrong."""
     wrong = []
-    if options.max_new_tokens < 1:
-        wrong.append(f"--max-new-tokens: expected at least 1, got {options.max_new_tokens}")
+    if options.max_new_tokens < 2:  # the first comes with the prompt and is no round
+        wrong.append(f"--max-new-tokens: expected at least 2, got {options.max_new_tokens}")
     if options.limit is not None and options.limit < 1:
         wrong.append(f"--limit: expected at least 1, got {options.limit}")
     if any(not 1 <= budget <= 4096 for budget in options.tree):

@@ -135,7 +135,7 @@ def test_a_prompt_is_rendered_up_to_the_assistants_turn() -> None:
     [
         (["--tree", "0"], "--tree: expected node budgets"),
         (["--tree", "16", "--temperature", "0.5"], "a tree is decoded greedily"),
-        (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
+        (["--max-new-tokens", "1"], "--max-new-tokens: expected at least 2"),
         (["--temperature", "-1"], "--temperature: expected 0"),
         (["--device", "cuda:99"], "--device: cuda:99 asked"),
         (["--device", "toaster"], "--device: expected cpu or cuda:N"),
