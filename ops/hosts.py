@@ -175,7 +175,7 @@ class JoinedHosts:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = threading.Thread(target=self._serve if place.node == 0 else self._talk, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         if place.node == 0:
             self._listen()
 
@@ -208,7 +208,7 @@ class JoinedHosts:
                     time.sleep(0.05)
             self._closing.set()
             self._thread.join(5)
-        if not self._thread.is_alive():  # else its sockets are in use; it ends with the process
+        if not self._thread.is_alive():  # else it closes what it uses when it ends
             self._context.destroy(linger=200)
 
     def _others_stay(self) -> bool:
@@ -342,6 +342,15 @@ class JoinedHosts:
     def _keep(self, word: Word) -> None:
         with self._lock:
             self._word, self._heard_at, self._answered = word, time.monotonic(), True
+
+    def _run(self) -> None:
+        try:
+            if self.place.node == 0:
+                self._serve()
+            else:
+                self._talk()
+        finally:
+            self._context.destroy(linger=200)
 
     def _serve(self) -> None:
         """Node 0: answer the others, and hear itself."""

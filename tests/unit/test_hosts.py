@@ -240,6 +240,22 @@ def test_m05_an_unreachable_node_0_is_named_with_this_hosts_own_address(
     assert "address 127.0.0.1 on lo" in said[0]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_thread_that_is_no_longer_waited_for_keeps_its_sockets_until_it_ends(
+    node: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process was suspended while it closed: close() has given up, and the thread still polls."""
+    hosts = joined(node, port)
+    hosts.start()
+    thread = hosts._thread
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "join", lambda _limit_s: None)
+        hosts.close()
+    thread.join(300)
+    assert not thread.is_alive()
+    assert hosts._context.closed
+
+
 def test_node_0_refuses_an_address_that_is_not_its_own() -> None:
     with pytest.raises(NoResource, match=r"node 0 cannot listen there|no way to"):
         joined(0, 29400, "192.0.2.1")
