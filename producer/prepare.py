@@ -28,7 +28,7 @@ from producer.corpus.regenerate import cache_folder, with_regenerated
 from producer.corpus.report import DataReport
 from producer.corpus.schedule import schedule_of
 from producer.corpus.selection import select
-from producer.corpus.sources import SourceError
+from producer.corpus.sources import SourceError, passed_over
 from producer.corpus.tokenizing import TokenizingFailed
 from producer.drafter_check import check_drafter, check_resume, check_target
 from producer.target import TargetDescription, TargetError, describe_target, load_tokenizer
@@ -132,7 +132,7 @@ def prepare_data(
         "kwargs": data.chat_template_kwargs,
         "spans": "generation markers" if has_markers(template) else "prefix renders",
     }
-    report.warnings = _warnings(report, data.end_of_turn)
+    report.warnings = [*passed_over(data.sources), *_warnings(report, data.end_of_turn)]
     return report, digest
 
 

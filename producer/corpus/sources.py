@@ -13,6 +13,7 @@ import codecs
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,8 @@ LINES = {".jsonl", ".ndjson"}
 TEXTS = {".txt", ".md", ".rst", ".py"}
 PARQUET = ".parquet"
 SUFFIXES = LINES | TEXTS | {PARQUET}
+UNREAD = {".json", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar"}
+"""Suffixes of files that may well hold rows, which are not read: said where a folder has some beside what is read."""
 SAVED_DATASET = ("dataset_dict.json", "dataset_info.json")
 ROWS_PER_CHUNK = 256
 
@@ -133,6 +136,22 @@ def check_files(sources: Sequence[SourceConfig]) -> None:
     for number, source in enumerate(sources):
         if not _is_dataset(source):
             _files(source, number)
+
+
+def passed_over(sources: Sequence[SourceConfig]) -> list[str]:
+    """One line for each source that is a folder with files of rows that are not read."""
+    lines = []
+    for number, source in enumerate(sources):
+        if _is_dataset(source) or not (folder := locate(source.path)).is_dir():
+            continue
+        counts = Counter(_kind(file) for file in folder.rglob("*") if _kind(file) in UNREAD and file.is_file())
+        if counts:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            lines.append(
+                f"data.sources.{number}.path: files in {source.path} are not read: {kinds}; unpack them, or convert "
+                "their rows to .jsonl, one a line"
+            )
+    return lines
 
 
 def _files(source: SourceConfig, number: int) -> list[Path]:

@@ -184,6 +184,17 @@ def test_the_case_of_a_suffix_does_not_matter_and_other_files_of_a_folder_are_pa
     assert [len(list(chunk.rows())) for chunk in chunks] == [1, 1]
 
 
+def test_files_of_rows_that_a_folder_holds_and_nobody_reads_are_said(prepared: Prepared, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    (folder / "more").mkdir(parents=True)
+    write_rows(folder / "a.jsonl", [chat("q", "a")])
+    for name in ("b.json", "more/c.JSON", "more/d.jsonl.gz", "picture.png"):
+        (folder / name).write_bytes(b"x")
+    report = prepared.prepare([{"path": str(folder)}, {"path": str(folder / "a.jsonl")}])
+    (line,) = report.warnings
+    assert line.startswith(f"data.sources.0.path: files in {folder} are not read: 1 .gz, 2 .json; unpack them, or")
+
+
 def test_a_text_that_is_not_utf8_is_a_bad_row_with_the_byte(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes("é is two bytes, ".encode() + b"\xe9 alone is none")
     (tmp_path / "good.txt").write_text("fine")
