@@ -28,7 +28,7 @@ from evaluation.ddtree import MAX_RANKS, grow_tree
 from evaluation.drafter_session import DrafterSession
 from evaluation.speculate import Limits, decode_dflash
 from evaluation.target_session import TargetSession
-from producer.target import describe_target
+from producer.target import describe_target, load_tokenizer
 
 
 class Text(NamedTuple):
@@ -154,7 +154,7 @@ class Decoding:
         device: torch.device,
     ) -> None:  # fmt: skip
         """Load the target once more: for the loop with its cache."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         settings = TargetConfig.model_validate(
             {"model": str(folder), "dtype": "float32", "target_layer_ids": list(layer_ids), "mask_token_id": mask_token}
         )

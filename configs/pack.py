@@ -18,6 +18,12 @@ class PackField(NamedTuple):
     shape: tuple[int, ...]
 
 
+def longest_document(asked: int | None, pack_tokens: int, context: int | None = None) -> int:
+    """Tokens of the longest document: as asked for, at most a pack and, where given, at most the target's context."""
+    longest = min(asked or pack_tokens, pack_tokens)
+    return longest if context is None else min(longest, context)
+
+
 def pack_fields(tokens: int, num_taps: int, hidden: int, dtype: str, final_hidden: bool) -> tuple[PackField, ...]:
     """List the fields of a pack of `tokens` tokens.
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from configs.facts import Facts
+from configs.pack import longest_document
 from configs.schema import Config
 from consumer.memory import checkpoint_bytes, estimate_of
 from producer import packed_recurrent
@@ -165,7 +166,7 @@ def auto_line(config: Config) -> list[str]:
 
 
 def _warnings(config: Config, target: TargetDescription) -> list[str]:
-    longest = min(config.data.max_document_tokens or config.pack.tokens, config.pack.tokens)
+    longest = longest_document(config.data.max_document_tokens, config.pack.tokens)
     if longest > target.max_position_embeddings:
         return [f"documents end at {target.max_position_embeddings} tokens, the target's context, not at {longest}"]
     if longest * SHORT_CONTEXT >= target.max_position_embeddings:

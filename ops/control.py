@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from ops.errors import OpsError as OpsError  # what `start` raises, for both sid
 from ops.errors import Refused
 from ops.messages import Request, Server
 from ops.paths import label, runtime_dir, socket_path
+from ops.telemetry import complain
 from shm_ring.liveness import is_running, own_start, start_of
 
 ORPHAN_LIMIT_S = 8.0
@@ -169,9 +169,7 @@ class Control:
                 self._orphaned_at = time.monotonic()
                 self.stop("launcher died")
         elif time.monotonic() - self._orphaned_at > ORPHAN_LIMIT_S:
-            with contextlib.suppress(OSError):  # the disk of the log is full
-                sys.stderr.write(f"{self._title}: the launcher died and this process did not leave by itself: ended\n")
-                sys.stderr.flush()
+            complain(f"{self._title}: the launcher died and this process did not leave by itself: ended")
             os._exit(EXIT_PEER_DIED)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from configs.load import ConfigError, load_config, require_sources
-from configs.pack import pack_fields
+from configs.pack import longest_document, pack_fields
 from configs.resume import named
 from configs.run_files import RANDOM_WEIGHTS, plan_path, write_atomically
 from configs.schema import Config
@@ -114,11 +114,10 @@ def prepare_data(
     DataError, SourceError, TokenizingFailed.
     """
     data = with_regenerated(config, run_dir) if config.data.regenerate.enabled else config.data
-    pack_tokens = config.pack.tokens
-    limit = min(data.max_document_tokens or pack_tokens, pack_tokens)
-    if context is not None and context < limit:
-        log("data", detail=f"the longest document is {context} tokens, the target's context, not {limit}")
-        limit = context
+    asked = longest_document(data.max_document_tokens, config.pack.tokens)
+    limit = longest_document(asked, config.pack.tokens, context)
+    if limit < asked:
+        log("data", detail=f"the longest document is {limit} tokens, the target's context, not {asked}")
     cache = cache_folder(data, run_dir)
     corpus = tokenized(
         data, tokenizer, str(folder), limit, cache, run_dir / "data", lambda line: log("data", detail=line), _progress

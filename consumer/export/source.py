@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from configs.drafter_shape import shape_from_dict
+from configs.pack import longest_document
 from consumer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint, read_checkpoint
 from consumer.drafter import Drafter
 from consumer.export import speculators
@@ -41,8 +42,8 @@ def facts_of(checkpoint: Checkpoint, target: Path, dtype: str = "auto") -> Draft
     training = {
         "steps": checkpoint.step,
         "packs_trained": len(checkpoint.trained),
-        "longest_document_tokens": min(
-            config["data"]["max_document_tokens"] or config["pack"]["tokens"], described["max_position_embeddings"]
+        "longest_document_tokens": longest_document(
+            config["data"]["max_document_tokens"], config["pack"]["tokens"], described["max_position_embeddings"]
         ),
         "chat_template_kwargs": config["data"]["chat_template_kwargs"],
         "labels": config["loss"]["labels"],

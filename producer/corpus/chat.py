@@ -166,9 +166,7 @@ class ChatTokenizer:
         if len(places) and not self._empty_reasoning and not any(message.get(key) for key in _REASONING_KEYS):
             begin = int(starts[places[0]])
             before = max(0, begin - _LONGEST_OPENING)
-            opened = _REASONING_OPENED.search(
-                rendered.text[before:begin]
-            )  # the prompt may supply the block's beginning
+            opened = _REASONING_OPENED.search(rendered.text[before:begin])  # the prompt may begin the block
             block = _EMPTY_REASONING.match(rendered.text, before + opened.start() if opened else begin)
             if block and not _EMPTY_REASONING.match(str(message["content"])):
                 inside &= starts >= block.end()

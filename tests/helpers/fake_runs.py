@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from ops import commands
-from ops.errors import NoAnswer
 from shm_ring.names import SHM_DIR, segments_of_run, state_name
+from tests.helpers.asking import status_of
 from tests.helpers.fake_run import may_end, may_start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,14 +62,8 @@ class Runs:
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
 
     def status(self) -> dict[str, Any]:
-        """Ask for the status of the run, as `launch.py status --json` does; again if the launcher is slow to answer."""
-        give_up = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                return commands.status(self.run_dir)
-            except NoAnswer:
-                if time.monotonic() > give_up:
-                    raise
+        """The run's status, as `launch.py status --json` gives it."""
+        return status_of(self.run_dir, LIMIT_S)
 
     def process(self, name: str) -> dict[str, Any]:
         """The status of one process; empty before it is known."""

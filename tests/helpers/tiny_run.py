@@ -17,11 +17,10 @@ import pytest
 import yaml
 
 from configs.run_files import newest_step, write_atomically
-from ops import commands
-from ops.errors import NoAnswer
 from ops.metrics_reader import MetricsReader
 from shm_ring.liveness import process_state
 from shm_ring.names import SHM_DIR, segments_of_run, state_name
+from tests.helpers.asking import status_of
 from tests.helpers.tiny_target import save_target, write_chats
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,14 +102,8 @@ class Tiny:
         return log_in(self.dir, name)
 
     def status(self) -> dict[str, Any]:
-        """The run's status; asked for again if the launcher is slow to answer."""
-        give_up = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                return commands.status(self.dir)
-            except NoAnswer:
-                if time.monotonic() > give_up:
-                    raise
+        """The run's status, as `launch.py status --json` gives it."""
+        return status_of(self.dir, LIMIT_S)
 
     def pid_of(self, role: str) -> int:
         return next(int(process["pid"]) for process in self.status()["processes"] if process["role"] == role)
