@@ -27,9 +27,10 @@ class Step:
         torch.cuda._sleep(10_000_000)
         end.record()
         torch.cuda.synchronize()
+        cycles = int(10_000_000 * STEP_S * 1e3 / begin.elapsed_time(end))
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            torch.cuda._sleep(int(10_000_000 * STEP_S * 1e3 / begin.elapsed_time(end)))
+            torch.cuda._sleep(cycles)
         self._graph.replay()
         torch.cuda.synchronize()
         self._around: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

@@ -337,11 +337,11 @@ def test_float8_products_equal_those_of_the_cpu_and_replay_as_eager():
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 256, generator=generator), torch.randn(128, 256, generator=generator)
     results = []
+    sides = [float8.by_row(value.bfloat16()) for value in (x, weight)]  # a device may round a few values the other way
     for device in ("cpu", "cuda"):
-        values = [value.to(device, torch.bfloat16) for value in (x, weight)]
-        rows, scale = float8.by_row(values[1])
-        product = float8.multiply(float8.by_row(values[0]), (rows, scale), torch.bfloat16)
-        turned, one = float8.transposed(values[1], scale)
+        rows, scale = float8.by_row(weight.to(device, torch.bfloat16))
+        product = float8.multiply(*((side.to(device), by.to(device)) for side, by in sides), torch.bfloat16)
+        turned, one = float8.transposed(weight.to(device, torch.bfloat16), scale)
         results.append([product.float().cpu(), turned.float().cpu() * one.cpu(), rows.float().cpu() * scale.cpu()])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.15)
