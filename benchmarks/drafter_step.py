@@ -201,7 +201,8 @@ def ours(size: Size, variant: str, chunk_rows: int, picture: Path | None, attent
             except torch.OutOfMemoryError as error:  # others' weights lie on the same GPU
                 result["failed_checks"] = [f"not done: {str(error).splitlines()[0]}"]
         results.append(result)
-        step.execute = step.on_device  # lets go of the graph and its memory
+        step.execute = step.on_device  # lets go of the graph and its memory, before the next has its turn
+        torch.cuda.empty_cache()
     return results
 
 

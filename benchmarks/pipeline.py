@@ -354,6 +354,8 @@ class Benchmark:
         return {"seconds": time.monotonic() - self.began}
 
     def _pair(self, run: Run, seconds: float, alone: bool = True) -> dict[str, Any]:
+        if not run.sides:
+            raise RuntimeError(f"{run.name}: not started, since setting up failed")
         run.wait_for("at.gate.target", "at.gate.alone")
         result: dict[str, Any] = self.results.setdefault(run.name, {})
         if alone:

@@ -20,11 +20,13 @@ def rate(at_s: list[float], tokens: list[float]) -> list[float]:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw every run that has a series."""
+    """Draw every run that has a series; nothing where none has."""
     import_module("matplotlib").use("Agg")
     pyplot = import_module("matplotlib.pyplot")
 
     shown = {name: run for name, run in results.items() if "series" in run}
+    if not shown:
+        return
     figure, axes = pyplot.subplots(
         2, len(shown), figsize=(4.5 * len(shown), 5), sharex="col", height_ratios=(2, 1), squeeze=False
     )

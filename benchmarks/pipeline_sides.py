@@ -41,8 +41,8 @@ def replace_in_target(run_dir: Path) -> None:
     shape = SHAPES[json.loads((run_dir / "shape.json").read_text())]
     make_target = setup.make_target
 
-    def gated(description: Any, config: Any, device: torch.device, log: Any, _load: Any) -> Any:
-        target = make_target(description, config, device, log, lambda: random_model(shape, device))
+    def gated(description: Any, config: Any, device: torch.device, log: Any, _load: Any, memory: Any) -> Any:
+        target = make_target(description, config, device, log, lambda: random_model(shape, device), memory)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         wait_for(run_dir / "gate.target")

@@ -88,6 +88,7 @@ def each_size(step: TrainStep, work: Callable[[], Result]) -> dict[int, Result]:
 
 def _capture_all(step: TrainStep) -> None:
     """Capture the step with each number of anchors; from then on it replays the graph of the number that is set."""
+    torch.cuda.empty_cache()  # what measuring products and an earlier graph held
     pool = Pool.new()
     graphs = each_size(step, lambda: captured(step, step.on_device, pool))
     if step.carried is not None:

@@ -83,13 +83,8 @@ _seen: dict[Product, int] = {}
 _recording: list[bool] = []
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, onto: Tensor | None = None) -> Tensor:
-    """Return a @ b, in `out` where given; with `add` on top of what `out` holds.
-
-    `onto` [M, N], contiguous, in the place of `out`: return onto + a @ b, rounded once, and leave `onto` as it is.
-    """
-    if onto is not None:
-        add = True
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """Return a @ b, in `out` where given; with `add` on top of what `out` holds."""
     if (_plans or _recording) and a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
         result = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
         product = _product_of(a, b, result, add)
@@ -97,10 +92,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False,
             _seen[product] = _seen.get(product, 0) + 1
         plan = _plans.get(product) if product is not None else None
         if plan is not None:
-            plan.run(a, b, result, onto)
+            plan.run(a, b, result)
             return result
-    if onto is not None:
-        return torch.addmm(onto, a, b)
     if add and out is not None:
         return out.addmm_(a, b)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -277,14 +270,13 @@ class _Plan:
         )  # fmt: skip
         return [_ALGORITHM.from_buffer_copy(results, _RESULT_BYTES * index) for index in range(count.value)]
 
-    def run(self, a: Tensor, b: Tensor, out: Tensor, onto: Tensor | None = None) -> None:
-        """Do the product on the current stream. `onto`: what it is added to, laid out as `out`; None: `out` itself."""
+    def run(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Do the product on the current stream."""
         library, (first, second, result) = self.library, self.layouts
-        tensors = (a, b, out, library.workspace, out if onto is None else onto)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, out, library.workspace)]
         library.call(
             "cublasLtMatmul", library.handle, self.description, ctypes.byref(self._one), pointers[1], first,
-            pointers[0], second, ctypes.byref(self._keep), pointers[4], result, pointers[2], result, self.algorithm,
+            pointers[0], second, ctypes.byref(self._keep), pointers[2], result, pointers[2], result, self.algorithm,
             pointers[3], ctypes.c_size_t(_WORKSPACE), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 

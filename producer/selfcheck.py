@@ -28,8 +28,8 @@ LONG = 88
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 2e-2}
 """Mean relative difference of a row that is always allowed; seeing another document makes 0.1 to 1.
 
-Of 62 random layers in bfloat16 the compiled ones, with attention of long documents, differ by 0.073. Packed, a small leak
-is the business of the second comparison.
+62 random layers in bfloat16, compiled and with attention of long documents apart, make 0.073. Packed, a small leak is
+what the second comparison is for.
 """
 STEADY = 1e-3
 """Difference always allowed between two packs in which only another document changed; a dense target makes 0."""

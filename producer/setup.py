@@ -11,7 +11,7 @@ from torch import nn
 from configs.schema import Config
 from ops.telemetry import Log
 from producer import packed_recurrent, selfcheck
-from producer.linear import joining_options, measure_products, replace_products, restore_products
+from producer.linear import measure_products, replace_products, restore_products
 from producer.packed import CannotPack
 from producer.row_plan import row_length
 from producer.target import TargetDescription, TargetError
@@ -104,7 +104,7 @@ def _compile(
     """
     try:
         replaced = replace_products(target, tokens) if target.is_packed else 0
-        target.compile(options=joining_options() if replaced else None)
+        target.compile()
         if replaced:
             measured = measure_products(target, tokens, lambda what: log("products", detail=what), memory)
             log("products", layers=replaced, measured=measured)
