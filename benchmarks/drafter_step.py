@@ -7,8 +7,8 @@ The clock runs from the start of one step to the start of the next (CUDA events;
 pack already on the device. Variants: `captured` is what training runs (and, in the same process, `fp8`: the same with
 `precision: fp8`); `eager` the same lines launched one by one; `old` a twin of the pipeline that this one replaced (two
 create_block_mask calls a step, nothing compiled but the attention, eight values read by the host each step);
-`speculators` that project's 0.9.0 model, loss and optimizer (drafter_step_speculators.py). bfloat16 products, float32
-masters, AdamW, clip 1.
+`speculators` that project's 0.9.0 model, loss and optimizer (drafter_step_speculators.py; in the same process
+`speculators_mask_once`). bfloat16 products, float32 masters, AdamW, clip 1.
 Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers of window 2048, B = 16.
 """
 
@@ -219,10 +219,10 @@ def measure(name: str, variant: str, chunk_rows: int, picture: Path | None, atte
     if variant == "speculators":
         from benchmarks.drafter_step_speculators import speculators
 
-        results = [speculators(size, shape_of(size))]
+        results = speculators(name, size, shape_of(size))
     else:
         results = ours(size, variant, chunk_rows, picture, attention)
-    nominal, executed = products_tflop(size, False), products_tflop(size, variant not in ("speculators",))
+    nominal, executed = products_tflop(size, False), products_tflop(size, variant != "speculators")
     return [
         {"variant": variant}
         | result

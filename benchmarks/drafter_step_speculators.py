@@ -1,26 +1,41 @@
 """speculators 0.9.0's own DFlash model, loss and optimizer, driven as its trainer drives them: autocast to bfloat16
 over float32 weights, loss "ce" fused, fixed exponential decay, clip 1, every metric read by the host each step.
 
-Batches are on the device already. Two things are set apart, both in its favour: its fused loss is kept out of
-torch.compile, which on torch 2.11 does not take it; and its block mask is made once, before the clock starts, with the
-anchors of that time (its compiled create_block_mask had not come back from ptxas after 175 s there).
+Batches are on the device already, and its fused loss is kept out of torch.compile, which on torch 2.11 does not take
+it. Each step draws its anchors and makes its block mask anew, as its trainer does: by its own compiled
+create_block_mask where that comes back from the compiler within STEP_MASK_LIMIT_S seconds (default 150; on torch 2.11
+ptxas has been seen to take longer), else by torch's plain one; the result says which. Measured beside it, in its
+favour: the mask made once, before the clock starts (`speculators_mask_once`).
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.drafter_step import BLOCK, DEVICE, DOCUMENT, TAPS, Size, memory, timed
+from benchmarks.drafter_step import BLOCK, DEVICE, DOCUMENT, SIZES, TAPS, WINDOW, Size, memory, timed
 from configs.drafter_shape import DrafterShape
 
+ITS_OWN, PLAIN = "its own, compiled", "torch's plain create_block_mask"
 
-def speculators(size: Size, shape: DrafterShape, attention: str = "simple_flex_attention") -> dict[str, Any]:
-    """Measure one step of speculators at a size."""
-    model = make_model(shape, attention)
+
+def speculators(name: str, size: Size, shape: DrafterShape) -> list[dict[str, Any]]:
+    """Measure one step of speculators at a size: the mask made in each step, and once."""
+    own_mask = MaskTrial(name)  # compiles while the model does
+    try:
+        return _measured(size, shape, own_mask)
+    finally:
+        own_mask.end()
+
+
+def _measured(size: Size, shape: DrafterShape, own_mask: MaskTrial) -> list[dict[str, Any]]:
+    model, masks = make_model(shape, "simple_flex_attention")
     from speculators.losses import resolve_loss_config
     from speculators.train.optimizers import build_optimizers
 
@@ -49,12 +64,93 @@ def speculators(size: Size, shape: DrafterShape, attention: str = "simple_flex_a
     began = time.perf_counter()
     run()
     first_s = time.perf_counter() - began
-    result = timed(run) | {"first_step_s": round(first_s, 1)}
-    return result | memory() | {"loss": seen["loss_sum"] / seen["loss_total"]}
+    masks.each_step, masks.own = True, own_mask.came_back()
+    run()  # compiles, from the cache, or torch's plain one
+    results = []
+    for variant in ("speculators", "speculators_mask_once"):
+        masks.each_step = variant == "speculators"
+        torch.cuda.reset_peak_memory_stats()
+        result = {"variant": variant} | timed(run) | memory() | {"first_step_s": round(first_s, 1)}
+        results.append(result | {"loss": seen["loss_sum"] / seen["loss_total"], "mask": masks.note})
+    return results
 
 
-def make_model(shape: DrafterShape, attention: str) -> Any:
-    """Build its model with random weights; embedding and heads frozen, as it has them."""
+class MaskTrial:
+    """Another process that compiles its create_block_mask, into the compiler's cache; it may not come back."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of a size. Starts at once."""
+        self._until = time.monotonic() + float(os.environ.get("STEP_MASK_LIMIT_S", "150"))
+        command = [sys.executable, "-m", "benchmarks.drafter_step_speculators", name]
+        self._process = subprocess.Popen(command, start_new_session=True)
+
+    def came_back(self) -> bool:
+        """Wait for its end, up to the limit; tell whether it made a mask."""
+        try:
+            return self._process.wait(max(0.0, self._until - time.monotonic())) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def end(self) -> None:
+        """End it, with the compilers that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+
+
+class Masks:
+    """Its making of anchors and masks, done in each step or kept from the last one that did it."""
+
+    def __init__(self, core: Any) -> None:
+        """`core`: its module of the model, whose class is changed."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        self.each_step = self.own = False
+        self._made: Any = None
+        self._compiled, self._plain = core._compiled_create_block_mask, create_block_mask
+        make = core.DFlashDraftModel._build_attention_mask
+
+        def build(model: Any, *given: Any) -> Any:
+            if self.each_step or self._made is None:
+                model._create_mask_fn = self._compiled if self.own else self._plain
+                self._made = make(model, *given)
+            return self._made
+
+        core.DFlashDraftModel._build_attention_mask = torch.compiler.disable(build)
+
+    @property
+    def note(self) -> str:
+        """How masks are made."""
+        return (ITS_OWN if self.own else PLAIN) + ("" if self.each_step else ", made once")
+
+
+def compile_its_mask(size: Size) -> float:
+    """Make masks as its model does in each step; returns the milliseconds of one when compiled."""
+    import speculators.models.dflash.core as core
+    from speculators.models.dflash.attention import create_anchor_block_mask_mod
+
+    documents = torch.arange(size.tokens, device=DEVICE) // DOCUMENT
+    for number in range(12):
+        if number == 2:
+            _synchronize()
+            began = time.perf_counter()
+        anchors = torch.randperm(size.tokens - BLOCK, device=DEVICE)[: size.anchors].sort().values
+        mask, rows, columns = create_anchor_block_mask_mod(
+            document_ids=documents, total_seq_len=size.tokens, anchor_positions=anchors, block_size=BLOCK,
+            sliding_window=WINDOW, sliding_window_non_causal=False,
+        )  # fmt: skip
+        core._compiled_create_block_mask(mask, B=None, H=None, Q_LEN=rows, KV_LEN=columns, device=DEVICE)
+    _synchronize()
+    return (time.perf_counter() - began) * 1e3 / 10
+
+
+def _synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_model(shape: DrafterShape, attention: str) -> tuple[Any, Masks]:
+    """Build its model with random weights; embedding and heads frozen, as it has them. And what makes its masks."""
     import speculators.models.dflash.core as core
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashSpeculatorConfig
@@ -83,7 +179,7 @@ def make_model(shape: DrafterShape, attention: str) -> Any:
             verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
         ),
     )
-    core.DFlashDraftModel._build_attention_mask = torch.compiler.disable(_made_once(core))
+    masks = Masks(core)
     with DEVICE:
         model = core.DFlashDraftModel(config)
     model = model.to(DEVICE)
@@ -93,24 +189,7 @@ def make_model(shape: DrafterShape, attention: str) -> Any:
                 parameter.normal_(std=0.02)
             elif "norm" in name:
                 parameter.fill_(1.0)
-    return model.train()
-
-
-def _made_once(core: Any) -> Any:
-    """Wrap its making of anchors and masks so that it happens once, with torch's plain create_block_mask."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    kept: list[Any] = []
-    make = core.DFlashDraftModel._build_attention_mask
-
-    def build(model: Any, *given: Any) -> Any:
-        if not kept:
-            if model._attn_impl == "simple_flex_attention":
-                model._create_mask_fn = create_block_mask
-            kept.append(make(model, *given))
-        return kept[0]
-
-    return build
+    return model.train(), masks
 
 
 def make_batch(size: Size) -> dict[str, torch.Tensor]:
@@ -125,3 +204,7 @@ def make_batch(size: Size) -> dict[str, torch.Tensor]:
         "document_ids": (tokens // DOCUMENT)[None],
         "position_ids": (tokens % DOCUMENT)[None],
     }
+
+
+if __name__ == "__main__":
+    print(f"its own mask: {compile_its_mask(SIZES[sys.argv[1]]):.2f} ms", flush=True)

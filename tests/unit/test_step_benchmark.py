@@ -40,10 +40,14 @@ def test_the_summary_has_the_agreed_keys(tmp_path):
             run = {"shape": shape, "variant": variant, "step_ms": 50.0 if variant == "captured" else 100.0}
             run |= {"tflops": 1.0, "tflops_executed": 0.9, "peak_gb": 3.0, "breakdown": {"busy_pct": 99.0}}
             (tmp_path / f"step_{shape}_{variant}.json").write_text(json.dumps(run))
+            if variant == "speculators":
+                once = run | {"variant": "speculators_mask_once", "step_ms": 80.0}
+                (tmp_path / f"step_{shape}_speculators_mask_once.json").write_text(json.dumps(once))
     collect(tmp_path, tmp_path / "out.json")
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     for shape in SIZES:
         for key in ("step_ms", "ratio_to_speculators", "tflops", "peak_gb", "peak_gb_speculators"):
             assert f"{shape}.{key}" in summary
         assert summary[f"{shape}.ratio_to_speculators"] == 0.5
+        assert summary[f"{shape}.ratio_to_speculators_mask_once"] == 0.625
     assert summary["busy_pct"] == 99.0
