@@ -40,13 +40,13 @@ from torch import Tensor
 
 from benchmarks.drafter_step import SIZES, Size, memory, shape_of
 from benchmarks.gpu_clocks import Clocks
-from benchmarks.scaling_copies import symmetric_zeros
 from benchmarks.scaling_settings import SETTINGS, USUAL, Setting, reduction_of
 from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.capture import captured, prepare
+from consumer.copy_engines import symmetric_zeros
 from consumer.distributed import Place, Ranks
 from consumer.drafter import Drafter
-from consumer.flat import FlatWeights
+from consumer.flat import MakeZeros
 from consumer.frozen_head import random_head
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
@@ -59,7 +59,9 @@ SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # no 
 FOUND = "found.jsonl"
 
 
-def make_step(size: Size, rank: int, device: torch.device, dtype: torch.dtype) -> TrainStep:
+def make_step(
+    size: Size, rank: int, device: torch.device, dtype: torch.dtype, make_grads: MakeZeros = torch.zeros
+) -> TrainStep:
     """The drafter's step at a size: the same weights on each rank, another pack."""
     torch.manual_seed(0)
     with device:
@@ -75,7 +77,7 @@ def make_step(size: Size, rank: int, device: torch.device, dtype: torch.dtype) -
         torch.randn(size.tokens, 5 * size.hidden, device=device, generator=generator).to(dtype),
     )
     anchors, loss = AnchorsConfig(num=size.anchors), LossConfig(gamma=7.0)
-    return TrainStep(drafter, head, pack, anchors, loss, OptimizerConfig(), 1000, 0, dtype=dtype)
+    return TrainStep(drafter, head, pack, anchors, loss, OptimizerConfig(), 1000, 0, dtype=dtype, make_grads=make_grads)
 
 
 def scalings(alone_ms: Sequence[float], together_ms: float) -> dict[str, float]:
@@ -91,11 +93,13 @@ def scalings(alone_ms: Sequence[float], together_ms: float) -> dict[str, float]:
 class Bench:
     """One rank at one size: the step, and the program of a step alone."""
 
-    def __init__(self, shape: str, size: Size, ranks: Ranks, device: torch.device, tune: bool) -> None:
+    def __init__(
+        self, shape: str, size: Size, ranks: Ranks, device: torch.device, tune: bool, make_grads: MakeZeros
+    ) -> None:
         self.shape, self.size, self.ranks, self.device = shape, size, ranks, device
         self.num_runs, self.num_steps = (RUNS, STEPS) if size is not QUICK else (2, 1)
         self.on_gpu = device.type == "cuda"
-        self.step = make_step(size, ranks.rank, device, torch.bfloat16 if self.on_gpu else torch.float32)
+        self.step = make_step(size, ranks.rank, device, torch.bfloat16 if self.on_gpu else torch.float32, make_grads)
         self.said: list[str] = []
         began = time.perf_counter()
         self.replays = prepare(self.step, True, True, self.said.append, tune=tune) if self.on_gpu else False
@@ -214,12 +218,12 @@ def measure_all(arguments: argparse.Namespace) -> None:
     else:
         torch.cuda.set_device(device)
     wanted = [tuple(word.split("/")) for word in arguments.worker]
-    if any(SETTINGS[name].copies for _, name in wanted) and device.type == "cuda":
-        FlatWeights.make_grads = staticmethod(symmetric_zeros)
+    copies = any(SETTINGS[name].copies for _, name in wanted) and device.type == "cuda"
+    make_grads = symmetric_zeros if copies else torch.zeros
     with Ranks(place, device, timeout_s=START_S) as ranks:
         for shape in dict.fromkeys(shape for shape, _ in wanted):
             size = QUICK if arguments.quick else SIZES[shape]
-            bench = Bench(shape, size, ranks, device, arguments.tune)
+            bench = Bench(shape, size, ranks, device, arguments.tune, make_grads)
             _append(arguments.out, ranks, "")  # a sign of life
             for name in (name for each, name in wanted if each == shape):
                 _append(arguments.out, ranks, json.dumps(bench.measure(name, SETTINGS[name])))

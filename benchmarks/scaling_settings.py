@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.scaling_copies import CopyEngines
+from consumer.copy_engines import CopyEngines
 from consumer.distributed import AfterBackward, Ranks, WhileBackward, nccl_group
 from consumer.step import Reduction, TrainStep
 
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
     float32: bool = False
     """Gradients travel and are added up in float32: twice the bytes, one rounding in place of one an addition."""
     copies: bool = False
-    """By the copy engines (scaling_copies.py)."""
+    """By the copy engines (training.gradients: copies)."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that NCCL reads once a process."""
 

@@ -309,6 +309,9 @@ class TrainingConfig(Section):
     collective_timeout_s: Float = Field(600.0, gt=0)
     """A drafter process that waits longer than this for another one gives up. A wait for packs is none: the processes
     meet every two seconds. A checkpoint must be written within it."""
+    gradients: Literal["nccl", "copies"] = "nccl"
+    """Who adds up the gradients of drafters on several GPUs: NCCL's kernels, or the GPUs' copy engines, which leave the
+    multiprocessors to the products (one host; consumer/copy_engines.py). Where copies do not work, NCCL does it."""
     threads: Int | None = Field(None, ge=1)
     """CPU threads of each consumer. None: the cores shared out between all processes of the run."""
     cuda_graph: Bool = True

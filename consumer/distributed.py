@@ -25,8 +25,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs
 
 from configs.load import ConfigError
-from consumer.flat import FlatWeights
+from configs.schema import TrainingConfig
+from consumer import copy_engines
+from consumer.flat import FlatWeights, MakeZeros
 from consumer.step import Reduction, TrainStep
+from ops.telemetry import Log
 
 RENDEZVOUS_ENV = "DFLASH_RENDEZVOUS_S"
 """Longest wait for all ranks to meet, in seconds; the launcher allows more, since it knows that the others live."""
@@ -131,6 +134,7 @@ class Ranks:
         self._on_gpu = device.type == "cuda"
         self.device_group: dist.ProcessGroup | None = None
         """NCCL's group of all ranks; None on CPUs."""
+        self._meeting: dist.ProcessGroup | None = None  # where gradients are added up by copies: the ranks' other group
         if self.world > 1:
             limit = timedelta(seconds=timeout_s)
             store = _meet(place)
@@ -177,13 +181,43 @@ class Ranks:
                 for tensor in tensors:
                     dist.broadcast(tensor, src=0, group=self.device_group if tensor.is_cuda else None)
 
+    def grads_maker(self, training: TrainingConfig, log: Log) -> MakeZeros:
+        """Return what makes a step's gradients, so that `reduction_of` adds them up as `training.gradients` says.
+
+        Where copies do not work, for whatever reason and on whichever rank, all ranks use NCCL, and a line says why.
+        """
+        self._meeting = None
+        if training.gradients != "copies" or self.device_group is None:
+            return torch.zeros
+        meeting = dist.group.WORLD
+        assert meeting is not None
+        if why := self._no_copies(training, meeting):
+            log("gradients", detail=f"training.gradients: copies is not possible ({why}); NCCL adds them up")
+            return torch.zeros
+        log("gradients", detail="added up by copies between the GPUs")
+        self._meeting = meeting
+        return copy_engines.symmetric_zeros
+
+    def _no_copies(self, training: TrainingConfig, meeting: dist.ProcessGroup) -> str:
+        """Say why gradients cannot be added up by copies here; "" where they can. The same on all ranks, or nearly."""
+        if training.micro_steps > 1:
+            return "micro-steps are added up once a step, behind the backward pass"
+        hosts: list[Any] = [None] * self.world
+        with _naming(f"drafter {self.rank}: start-up"):
+            dist.all_gather_object(hosts, socket.gethostname())
+        if len(set(hosts)) > 1:
+            return f"the drafters are on {len(set(hosts))} hosts"
+        return copy_engines.refusal(torch.device("cuda", torch.cuda.current_device()), meeting, self.largest)
+
     def reduction_of(self, step: TrainStep) -> Reduction | None:
-        """Make what adds up a step's gradients over all ranks; None for one rank."""
+        """Make what adds up a step's gradients, from `grads_maker`, over all ranks; None for one rank."""
         if self.world == 1:
             return None
-        if self.device_group is not None and step.carried is None:
-            return WhileBackward(step.flat, self.device_group)
-        return AfterBackward(step.flat, self.device_group)
+        if self.device_group is None or step.carried is not None:
+            return AfterBackward(step.flat, self.device_group)
+        if self._meeting is not None:
+            return copy_engines.CopyEngines(step.flat, self.device_group, self._meeting)
+        return WhileBackward(step.flat, self.device_group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

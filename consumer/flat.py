@@ -18,15 +18,18 @@ from torch import Tensor
 from consumer.drafter import Drafter
 from consumer.linear import Sink
 
+MakeZeros = Callable[..., Tensor]
+"""Makes zeros as torch.zeros does: of a size, dtype=, device=."""
+
 
 class FlatWeights:
     """Owns the drafter's storage. `drafter` is bound to it from here on; do not move or cast it afterwards."""
 
-    make_grads: Callable[..., Tensor] = staticmethod(torch.zeros)
-    """Makes the gradients; an experiment puts them where other GPUs read them (benchmarks/scaling_copies.py)."""
+    def __init__(self, drafter: Drafter, dtype: torch.dtype, make_grads: MakeZeros = torch.zeros) -> None:
+        """Move the weights into flat buffers on their device, in `dtype`, and bind the products to them.
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
-        """Move the weights into flat buffers on their device, in `dtype`, and bind the products to them."""
+        `make_grads`: makes the gradients [N], where other GPUs may have to read them (copy_engines.py).
+        """
         parameters = list(drafter.named_parameters())
         self.named = [item for item in parameters if item[1].ndim == 2] + [i for i in parameters if i[1].ndim != 2]
         device = parameters[0][1].device
@@ -34,7 +37,7 @@ class FlatWeights:
         wide = torch.promote_types(dtype, torch.float32)
         self.num_matrix_elements = sum(p.numel() for _, p in self.named if p.ndim == 2)
         self.weights = torch.empty(size, dtype=dtype, device=device)
-        self.grads = self.make_grads(size, dtype=dtype, device=device)
+        self.grads = make_grads(size, dtype=dtype, device=device)
         self.masters = self.weights if dtype == wide else torch.empty(size, dtype=wide, device=device)
         self.on_written: Callable[[slice], None] | None = None
         """Called in the backward pass as soon as a matrix product's gradient, a slice of `grads`, is complete."""

@@ -154,7 +154,7 @@ class Trainer:
         self.pack = allocate_pack(spec, device)
         self.step = TrainStep(
             drafter, head, self.pack, config.anchors, config.loss, config.optimizer, 1, config.run.seed, dtype,
-            micro_steps=config.training.micro_steps,
+            micro_steps=config.training.micro_steps, make_grads=ranks.grads_maker(config.training, log),
         )  # fmt: skip
         clock.ends("model")
         self._restore(saved)

@@ -21,7 +21,7 @@ from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.anchors import Anchors, lay_out_blocks, positions_in_document, random_keys, select_anchors
 from consumer.attention import dense_attention, document_attention
 from consumer.drafter import Attend, Drafter
-from consumer.flat import FlatWeights
+from consumer.flat import FlatWeights, MakeZeros
 from consumer.frozen_head import FrozenHead
 from consumer.host_copy import copy_all
 from consumer.loss import LossRule, LossTerms, default_gamma, head_loss
@@ -58,11 +58,13 @@ class TrainStep:
         dtype: torch.dtype | None = None,
         attention: MakeAttention | None = None,
         micro_steps: int = 1,
+        make_grads: MakeZeros = torch.zeros,
     ) -> None:
         """Take over the drafter's weights (they move into flat buffers) in `dtype`; None keeps theirs.
 
         `attention`: how a step attends; None: per document on a CPU, dense on a GPU (capture.py sets FlexAttention).
         `micro_steps`: above 1, `run_micro` may add gradients to those of the next `run`; costs one more float32 buffer.
+        `make_grads`: see FlatWeights.
         """
         device = drafter.fc.weight.device
         dtype = dtype or drafter.fc.weight.dtype
@@ -77,7 +79,7 @@ class TrainStep:
         self.execute: Callable[[], None] = self.on_device
         self.execute_micro: Callable[[], None] = self.micro_on_device
         self.attention: MakeAttention = attention or (document_attention if device.type == "cpu" else dense_attention)
-        self.flat = FlatWeights(drafter, dtype)
+        self.flat = FlatWeights(drafter, dtype, make_grads)
         self.carried = Carried(self.flat, self.shape.block_size) if micro_steps > 1 else None
         self.attention_note = ""
         """Which attention was chosen; for the log."""

@@ -22,6 +22,7 @@ from tests.helpers.torchrun import train_all_by_torchrun
 __all__ = ["tiny"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
+REDUCTIONS = {"nccl": "WhileBackward", "copies": "CopyEngines"}
 MEETING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "DFLASH_RENDEZVOUS_S": "60"}
 
 
@@ -37,12 +38,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(f"{out}.{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("gradients", list(REDUCTIONS))
 @pytest.mark.parametrize(("dtype", "loss_error", "weight_error"), [("float32", 1e-4, 1e-2), ("bfloat16", 2e-2, 0.5)])
-def test_two_captured_ranks_train_as_one_rank_on_the_same_packs(both, dtype, loss_error, weight_error) -> None:
+def test_two_captured_ranks_train_as_one_rank_on_the_same_packs(
+    both, dtype, loss_error, weight_error, gradients
+) -> None:
     """Weights are compared relative to how far they moved: in bfloat16 Adam's first updates follow rounding errors."""
     for found in both:
-        together, alone = found[f"torch.{dtype}"]["together"], found[f"torch.{dtype}"]["alone"]
-        assert (together["captured"], together["reduction"]) == (True, "WhileBackward")
+        together, alone = found[f"torch.{dtype}"][gradients], found[f"torch.{dtype}"]["alone"]
+        assert (together["captured"], together["reduction"]) == (True, REDUCTIONS[gradients]), found["said"]
         assert together["losses"] == pytest.approx(alone["losses"], rel=loss_error)
         strayed = float((together["weights"] - alone["weights"]).norm()) / alone["moved"]
         print(f"{dtype}: losses {together['losses']} and {alone['losses']}, weights strayed {strayed:.1e}")
@@ -50,9 +54,10 @@ def test_two_captured_ranks_train_as_one_rank_on_the_same_packs(both, dtype, los
         assert together["losses"][-1] < together["losses"][0]
 
 
+@pytest.mark.parametrize("gradients", list(REDUCTIONS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_ranks_hold_the_same_weights_bit_for_bit(both, dtype) -> None:
-    first, second = (found[f"torch.{dtype}"]["together"] for found in both)
+def test_both_ranks_hold_the_same_weights_bit_for_bit(both, dtype, gradients) -> None:
+    first, second = (found[f"torch.{dtype}"][gradients] for found in both)
     assert torch.equal(first["weights"], second["weights"])
     assert first["losses"] == second["losses"]
 
@@ -77,7 +82,11 @@ def on_gpus(tiny: Tiny) -> Tiny:
     return tiny
 
 
-def test_a_rank_killed_in_the_graph_restarts_the_drafters_and_no_pack_is_lost(on_gpus: Tiny) -> None:
+@pytest.mark.parametrize("gradients", list(REDUCTIONS))
+def test_a_rank_killed_in_the_graph_restarts_the_drafters_and_no_pack_is_lost(on_gpus: Tiny, gradients: str) -> None:
+    config = yaml.safe_load(on_gpus.config.read_text())
+    config["training"]["gradients"] = gradients
+    on_gpus.config.write_text(yaml.safe_dump(config))
     on_gpus.launch()
     on_gpus.wait_for(lambda: on_gpus.metrics("drafter"))
     pids = {process["name"]: process["pid"] for process in on_gpus.status()["processes"]}
@@ -89,6 +98,7 @@ def test_a_rank_killed_in_the_graph_restarts_the_drafters_and_no_pack_is_lost(on
     log = (on_gpus.dir / "logs" / "drafter0.log").read_text()
     assert log.count("| resumed |") == 1, logs
     assert "capture of the training step failed" not in log, logs
+    assert log.count("added up by copies") == (2 if gradients == "copies" else 0), logs
     assert (on_gpus.dir / "logs" / "target0.log").read_text().count("model loaded") == 1, logs
     final = json.loads((on_gpus.dir / "final.json").read_text())
     trained = json.loads((Path(final["checkpoint"]) / "checkpoint.json").read_text())["trained"]

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from configs.drafter_shape import FULL, SLIDING, DrafterShape
-from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
+from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig, TrainingConfig
 from consumer.capture import prepare
 from consumer.distributed import Place, Ranks
 from consumer.drafter import Drafter
+from consumer.flat import MakeZeros
 from consumer.frozen_head import FrozenHead
 from consumer.staging import PackTensors
 from consumer.step import TrainStep
@@ -38,7 +39,9 @@ def pack_of(number: int, device: torch.device, dtype: torch.dtype) -> PackTensor
     return PackTensors(*(value.to(device) for value in (ids, mask.to(torch.uint8), start, features)))
 
 
-def step_of(device: torch.device, dtype: torch.dtype, micro_steps: int = 1) -> TrainStep:
+def step_of(
+    device: torch.device, dtype: torch.dtype, micro_steps: int = 1, make_grads: MakeZeros = torch.zeros
+) -> TrainStep:
     """The step of a small drafter, always the same."""
     generator = torch.Generator().manual_seed(3)
     shape = DrafterShape(HIDDEN, 256, 2, 4, 2, 32, 3, 8, (SLIDING, FULL), 64, True, 1e-6, 1e4, VOCAB - 1, VOCAB)
@@ -48,6 +51,7 @@ def step_of(device: torch.device, dtype: torch.dtype, micro_steps: int = 1) -> T
     return TrainStep(
         drafter.to(device), head, pack_of(0, device, dtype), AnchorsConfig(num=32), LossConfig(),
         OptimizerConfig(lr=3e-3, warmup_share=0.0), 100, 7, dtype=dtype, micro_steps=micro_steps,
+        make_grads=make_grads,
     )  # fmt: skip
 
 
@@ -69,9 +73,13 @@ def trained(step: TrainStep, one_step: Callable[[], None]) -> dict[str, Any]:
     return {"losses": losses, "weights": step.flat.masters.cpu(), "moved": float((step.flat.masters - before).norm())}
 
 
-def two_ranks(ranks: Ranks, device: torch.device, dtype: torch.dtype, said: list[str]) -> dict[str, Any]:
+def two_ranks(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, said: list[str], gradients: str = "nccl"
+) -> dict[str, Any]:
     """Each rank one of the packs; the reduction runs in the graph, beside the backward pass."""
-    step = step_of(device, dtype)
+    training = TrainingConfig.model_validate({"gradients": gradients})
+    make_grads = ranks.grads_maker(training, lambda event, **values: said.append(f"{event} {values}"))
+    step = step_of(device, dtype, make_grads=make_grads)
     step.reduction = ranks.reduction_of(step)
     fill(step, ranks.rank)
     captured = device.type == "cuda" and prepare(step, True, True, said.append)
@@ -103,8 +111,9 @@ def main() -> None:
     found: dict[str, Any] = {"said": []}
     with Ranks(place, device, timeout_s=60) as ranks:
         for dtype in (torch.float32, torch.bfloat16):
-            alone, together = one_rank(device, dtype, found["said"]), two_ranks(ranks, device, dtype, found["said"])
-            found[str(dtype)] = {"together": together, "alone": alone}
+            found[str(dtype)] = {"alone": one_rank(device, dtype, found["said"])}
+            for gradients in ("nccl", "copies"):
+                found[str(dtype)][gradients] = two_ranks(ranks, device, dtype, found["said"], gradients)
             torch._dynamo.reset()
         torch.save(found, f"{sys.argv[1]}.{place.rank}.pt")
         ranks.barrier()
