@@ -45,6 +45,10 @@ class Trial:
     share: float = 1.0
     theirs: bool = False
     steps_factor: float = 1.0
+    seed: int = 0
+    """Of initial weights and anchors."""
+    float8: bool = False
+    """Train with `precision: fp8`."""
     decode: bool = False
     """Whether the decoding loop runs too, where any does: it takes longer than the training."""
 
@@ -65,6 +69,9 @@ def trials(quick: bool) -> list[Trial]:
         Trial("32 anchors", {"anchors": {"num": 32}}),
         Trial("sliding layers, causal in the block", {"drafter": {"layout": "sliding"}}),
         Trial("block 16", {"drafter": {"block_size": 16}}),
+        Trial("another seed", seed=1),
+        Trial("fp8", float8=True),
+        Trial("fp8, another seed", seed=1, float8=True),
     ]
     return found[:3] if quick else found
 
@@ -124,7 +131,7 @@ class Bench:
         if trial.theirs:
             drafter, steps = self._theirs(config, shape, packs, steps, deadline)
         else:
-            drafter = self._ours(config, shape, packs, steps)
+            drafter = self._ours(config, shape, packs, steps, trial)
         trained_s = time.monotonic() - began
         found = measure(drafter.float(), self.head, sets)
         blind = measure(drafter, self.head, sets, zero_context=True)
@@ -141,18 +148,19 @@ class Bench:
             **decoded,
         }
 
-    def _initial(self, config: Config, shape: DrafterShape) -> Drafter:
+    def _initial(self, config: Config, shape: DrafterShape, seed: int = 0) -> Drafter:
         drafter = Drafter(shape)
-        drafter.reset_parameters(torch.Generator().manual_seed(0))
+        drafter.reset_parameters(torch.Generator().manual_seed(seed))
         if config.drafter.init == "target_last_layers":
             init_from_target(drafter, self.target)
         return drafter.to(self.device)
 
-    def _ours(self, config: Config, shape: DrafterShape, packs: list[PackTensors], steps: int) -> Drafter:
-        drafter = self._initial(config, shape)
+    def _ours(self, config: Config, shape: DrafterShape, packs: list[PackTensors], steps: int, trial: Trial) -> Drafter:
+        drafter = self._initial(config, shape, trial.seed)
+        drafter.use_float8(trial.float8)
         current = PackTensors(**{name: value.clone() for name, value in vars(packs[0]).items()})
         step = TrainStep(
-            drafter, self.head, current, config.anchors, config.loss, config.optimizer, steps, 0, self.dtype
+            drafter, self.head, current, config.anchors, config.loss, config.optimizer, steps, trial.seed, self.dtype
         )
         if self.device.type == "cuda":
             prepare(step, compile_parts=False, cuda_graph=True, say=print)
