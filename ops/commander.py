@@ -10,13 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from configs.cores import usable_cores
 from configs.load import ConfigError
 from configs.schema import Config
 from ops.changes import change_live, change_on_restart
 from ops.child import Child
+from ops.devices import threads_of
 from ops.errors import OpsError, Refused
 from ops.hosts import Hosts
 from ops.messages import Request, Server, ask
@@ -132,6 +135,8 @@ class Commander:
                 "restart with --set: the hosts' configurations would differ; stop the run, start all hosts anew"
             )
         self.config = change_on_restart(self.run_dir, self.config, overrides, role)
+        for child in supervisor.side(role) if overrides else ():  # not read from config.yaml, but set for the next life
+            child.placement = replace(child.placement, threads=threads_of(self.config, role, usable_cores()))
         before = {child.name: child.pid for child in supervisor.side(role)}
         accepted = supervisor.want_restart(role, rank)
         return {"accepted": [child.name for child in accepted], "pids": before}

@@ -53,10 +53,10 @@ def past_state(run_dir: Path) -> str:
     return "ended before it was finished"
 
 
-def status(run_dir: Path) -> dict[str, Any]:
-    """Return the run's status: its launcher's answer, or what the files say if there is none."""
+def status(run_dir: Path, timeout_s: float = 5.0) -> dict[str, Any]:
+    """Return the run's status: its launcher's answer, or what the files say if there is none. Raises NoAnswer."""
     try:
-        return ask(socket_path(run_dir, LAUNCHER), "status")
+        return ask(socket_path(run_dir, LAUNCHER), "status", timeout_s)
     except NotRunning:
         return status_from_files(run_dir)
 

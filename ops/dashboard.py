@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import sys
 import termios
@@ -26,6 +27,7 @@ from ops.run_folder import launcher_pid
 from ops.view import Viewer
 
 MIN_WIDTH = 60
+LEAVING = frozenset("qQ\x03")
 LOOKS_PER_S = 10.0
 LOOKS_PER_FRAME = 2
 PLAIN_EVERY_S = 10.0
@@ -77,19 +79,19 @@ def _screen(viewer: Viewer, console: Console) -> None:
                 text = frame(picture, viewer.occupancies, console.width, "q or Ctrl-C leaves; the run goes on")
                 live.update(text, refresh=True)
             looks += 1
-            if pressed(1 / LOOKS_PER_S) in ("q", "Q", "\x03"):
+            if pressed(1 / LOOKS_PER_S) & LEAVING:
                 break
     console.print(frame(viewer.look(anew=True), viewer.occupancies, console.width))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Give a function that waits for a key up to a number of seconds; the terminal is restored at the end."""
+    """Give a function that waits for keys up to a number of seconds and returns them; the terminal is restored."""
     if not sys.stdin.isatty():
 
-        def only_wait(limit_s: float) -> str:
+        def only_wait(limit_s: float) -> set[str]:
             time.sleep(limit_s)
-            return ""
+            return set()
 
         with contextlib.suppress(KeyboardInterrupt):
             yield only_wait
@@ -97,13 +99,14 @@ def _keys() -> Iterator[Any]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 
-    def key(limit_s: float) -> str:
+    def keys(limit_s: float) -> set[str]:
         ready, _, _ = select.select([fd], [], [], limit_s)
-        return sys.stdin.read(1) if ready else ""
+        # all that came: what a buffer of sys.stdin keeps back, select does not see. Nothing: the terminal is gone
+        return set(os.read(fd, 1024).decode("latin-1")) or {"q"} if ready else set()
 
     try:
         tty.setcbreak(fd)
         with contextlib.suppress(KeyboardInterrupt):
-            yield key
+            yield keys
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

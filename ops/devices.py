@@ -108,17 +108,21 @@ def place(config: Config, gpus: list[str], cores: int) -> Map:
     if problems:
         raise ConfigError(problems)
     used = Counter(gpu for _, _, text in asked for gpu in _named(text, gpus))
-    share = max(1, cores // len(asked))
     placements = []
     for role, rank, text in asked:
         gpu = ",".join(_named(text, gpus)) or None
         if text == "auto" and gpus:
             gpu = min(gpus, key=lambda each: used[each])
             used[gpu] += 1
-        threads = (config.target.threads if role == TARGET else config.training.threads) or share
-        placements.append(Placement(role, rank, gpu, threads))
+        placements.append(Placement(role, rank, gpu, threads_of(config, role, cores)))
     _check_drafters([each.gpu for each in placements if each.role == DRAFTER])
     return Map(tuple(placements), (*_warnings(placements, cores), *_type_warnings(config, placements)))
+
+
+def threads_of(config: Config, role: str, cores: int) -> int:
+    """CPU threads of each process of a side: those it is given, else the cores shared out between all processes."""
+    given = config.target.threads if role == TARGET else config.training.threads
+    return given or max(1, cores // (len(config.target.devices) + len(config.training.devices)))
 
 
 def missing_gpus(config: Config, gpus: list[str]) -> str:

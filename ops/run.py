@@ -322,7 +322,7 @@ class Launch:
 
     def _summarise(self) -> int:
         self.metrics.poll()
-        summary = make_summary(self.run_dir, self.config, self.metrics)
+        summary = make_summary(self.run_dir, self.commander.config, self.metrics)  # restarts may have changed it
         self.out.show(end_table(self.config.run.name, summary))  # first: the disk may be full
         write_summary(self.run_dir, summary)
         self.commander.state = "finished"

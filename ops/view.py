@@ -32,6 +32,8 @@ from shm_ring.errors import RingError
 from shm_ring.names import segments_of_run
 
 STATUS_EVERY_S = 1.0
+BUSY_S = 1.0
+"""Longest wait for the launcher while there is a word of it: a screen goes on, and hears its keys."""
 HISTORY = 240
 
 
@@ -65,8 +67,10 @@ class Viewer:
         self._remaining_s: float | None = None
         self._paces: dict[tuple[str, int], float | None] = {}
         self._gpus: list[dict[str, Any]] = []
-        self._config = _read_config(run_dir)
+        self._config: Config | None = None
+        self._config_of: tuple[int, int] | None = None
         self._plan = read_json(run_dir / "plan.json")
+        self._read_config()
 
     def __enter__(self) -> Viewer:
         return self
@@ -84,8 +88,8 @@ class Viewer:
         """
         now = time.monotonic()
         if anew or now - self._status_at >= STATUS_EVERY_S:
-            self._status_at = now
             self._refresh_status()
+            self._status_at = max(now, time.monotonic())  # a silent launcher is not asked without a pause
             self._open_rings()
             self._metrics.poll()
             self._verdict, self._remaining_s = self.verdict(), self._eta_s()
@@ -128,13 +132,25 @@ class Viewer:
 
     def _refresh_status(self) -> None:
         try:
-            self._status = commands.status(self.run_dir)
+            limit = (BUSY_S,) if self._status else ()
+            self._status = commands.status(self.run_dir, *limit)
         except OpsError as error:  # the launcher is stopped or busy; its last word stands
             self._status = self._status or commands.status_from_files(self.run_dir)
             self._status["state"] = str(error)
         self._gpus = read_gpus()
+        self._read_config()
         if not self._plan:
             self._plan = read_json(self.run_dir / "plan.json")
+
+    def _read_config(self) -> None:
+        """Read config.yaml, anew where a restart or `set` has changed it."""
+        path = self.run_dir / CONFIG_FILE
+        if (found := _identity(path)) != self._config_of:
+            self._config_of = found
+            try:
+                self._config = load_config(path)
+            except ConfigError:
+                self._config = None
 
     def _open_rings(self) -> None:
         names = [name for name in segments_of_run(self.run_dir.name) if not name.endswith(".board")]
@@ -197,8 +213,10 @@ def _age_s(record: dict[str, Any]) -> float | None:
     return round(max(0.0, time.time() - record["time"]), 1) if record else None
 
 
-def _read_config(run_dir: Path) -> Config | None:
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from the one that replaced it."""
     try:
-        return load_config(run_dir / CONFIG_FILE)
-    except ConfigError:
+        found = path.stat()
+    except OSError:
         return None
+    return found.st_ino, found.st_mtime_ns

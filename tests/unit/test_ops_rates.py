@@ -58,7 +58,7 @@ def test_a_single_picture_has_the_rates_that_the_launcher_has_seen(
             assert "rates not known yet" in frame(viewer.look(), viewer.occupancies, 100).plain
         earliest = {"at_s": time.monotonic() - 20.0, **counters(0)}
         told = from_files | {"rings": [ring_values(ring.snapshot()) | {"earliest": earliest}]}
-        monkeypatch.setattr("ops.view.commands.status", lambda _run_dir: told)
+        monkeypatch.setattr("ops.view.commands.status", lambda *_, **__: told)
         with Viewer(run_dir) as viewer:
             (seen,) = viewer.look()["rings"]
             assert 0 < seen["published_per_s"] <= 3 / 20
