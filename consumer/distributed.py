@@ -192,7 +192,7 @@ class Ranks:
         meeting = dist.group.WORLD
         assert meeting is not None
         if why := self._no_copies(training, meeting):
-            log("gradients", detail=f"training.gradients: copies is not possible ({why}); NCCL adds them up")
+            log("warning", detail=f"training.gradients: copies is not possible ({why}); NCCL adds them up")
             return torch.zeros
         log("gradients", detail="added up by copies between the GPUs")
         self._meeting = meeting

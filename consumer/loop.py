@@ -209,12 +209,12 @@ class Trainer:
 
     def _speed_up(self, config: Config, log: Log) -> None:
         """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
-        say: Callable[[str], None] = lambda line: log("capture", detail=line)  # noqa: E731
+        say: Callable[[str], None] = lambda line: log("warning", detail=line)  # noqa: E731
         training, memory = config.training, self._run_dir / "compile_cache"
         captured = prepare(self.step, training.compile, training.cuda_graph, say, memory=memory)
         wrong = self._check_step(memory / "self_check")
         for claim in wrong:
-            log("start-up check failed", claim=claim)
+            log("warning", detail=f"start-up check failed, going on without a CUDA graph (slower): {claim}")
         if wrong:
             self.step.execute, self.step.execute_micro = self.step.on_device, self.step.micro_on_device
         log(
@@ -235,7 +235,7 @@ class Trainer:
         wanted_bytes = bytes_of_check(self.step) + estimate.activations_bytes + estimate.logits_bytes
         if ranks.largest(int(wanted_bytes > free_bytes)):
             wanted = f"it takes {wanted_bytes / 1e9:.1f} GB beside the step, {free_bytes / 1e9:.1f} GB are free here"
-            self._log("start-up check", detail=f"left out: {wanted}; the step runs unchecked")
+            self._log("warning", detail=f"start-up check left out: {wanted}; the step runs unchecked")
             return []
         claims = each_size(self.step, lambda: self_check(self.step, SELF_CHECK_TOLERANCE))
         torch.cuda.empty_cache()

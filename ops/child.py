@@ -7,6 +7,7 @@ itself, so nothing breaks if the launcher dies. Knows nothing of when to restart
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ WAITING, STARTING, RUNNING, STOPPING, STOPPED, FINISHED = (
     "finished",
 )
 _STOP_ACK_S = 1.0
+_WARNING = " | warning | detail="
 
 
 class Child:
@@ -57,6 +59,8 @@ class Child:
         self.reply: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._heard_to: int | None = None
+        self._heard: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -87,6 +91,8 @@ class Child:
         ]
         with path.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
+            if self._heard_to is None:
+                self._heard_to = self._log_start  # what an earlier launch's processes said is not said again
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -178,6 +184,21 @@ class Child:
         """Return the last log lines of this life."""
         return last_lines(log_path(self.run_dir, self.name), count, self._log_start)
 
+    def new_warnings(self) -> list[str]:
+        """Return what its log has newly said as a warning, each text once however often it is started again."""
+        path = log_path(self.run_dir, self.name)
+        if self._heard_to is None or path.stat().st_size <= self._heard_to:
+            return []
+        with path.open("rb") as log:
+            log.seek(self._heard_to)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._heard_to += len(whole) + len(newline)
+        lines = whole.decode(errors="replace").splitlines()
+        texts = [_plain(line.split(_WARNING, 1)[1]) for line in lines if _WARNING in line]
+        new = [text for text in dict.fromkeys(texts) if text not in self._heard]
+        self._heard.update(new)
+        return new
+
     def describe(self) -> dict[str, Any]:
         """Everything `status` says about this process."""
         pid = self.pid
@@ -218,6 +239,14 @@ def child_environment(run_dir: Path) -> dict[str, str]:
             LAUNCHER_ENV: launcher_mark(),
         }
     )
+
+
+def _plain(shown: str) -> str:
+    """Undo telemetry's quoting of a value; what is not quoted stays as it is."""
+    try:
+        return str(json.loads(shown)) if shown.startswith('"') else shown
+    except ValueError:
+        return shown
 
 
 def compile_caches(run_dir: Path) -> dict[str, str]:

@@ -106,7 +106,7 @@ def _compile(
         replaced = replace_products(target, tokens) if target.is_packed else 0
         target.compile()
         if replaced:
-            measured = measure_products(target, tokens, lambda what: log("products", detail=what), memory)
+            measured = measure_products(target, tokens, lambda what: log("warning", detail=what), memory)
             log("products", layers=replaced, measured=measured)
         check()
         if not target.is_packed:
@@ -116,6 +116,6 @@ def _compile(
         target.uncompile()
         restore_products(target)
         reason = (str(error) or repr(error)).splitlines()[0]
-        log("not compiled", detail=f"going on without target.compile (slower, same states): {reason}")
+        log("warning", detail=f"not compiled, going on without target.compile (slower, same states): {reason}")
         return False
     return True

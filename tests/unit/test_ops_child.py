@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -17,7 +19,8 @@ from ops.devices import Placement
 from ops.errors import NoAnswer, NoResource, Refused
 from ops.locks import holder_pid
 from ops.messages import Server, ask, lock_of
-from ops.paths import socket_path
+from ops.paths import log_path, socket_path
+from ops.telemetry import Log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,3 +105,32 @@ def test_a_command_is_passed_on_to_all_processes_at_once(monkeypatch: pytest.Mon
         "done": ["target0", "target2"],
         "failed": {"target1": "target1 is suspended"},
     }
+
+
+def test_what_a_process_warns_of_in_its_log_is_heard_once_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = log_path(tmp_path, "drafter0")
+    path.parent.mkdir()
+    path.write_text('12:00:00 drafter0 | warning | detail="of an earlier launch"\n')
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
+    child = Child(Placement("drafter", 0, None, 1), "nothing", tmp_path)
+    assert child.new_warnings() == []
+    child.spawn()
+    said = io.StringIO()
+    log = Log("drafter", 0)
+    with contextlib.redirect_stdout(said):
+        log("warning", detail='no "graph": a=1')
+        log("step", captured=False)
+        log("warning", detail="short")
+    with path.open("a") as file:
+        file.write(said.getvalue().rstrip("\n"))
+    assert child.new_warnings() == ['no "graph": a=1'], "the last line may not be whole yet"
+    with path.open("a") as file:
+        file.write("\n" + said.getvalue())
+    assert child.new_warnings() == ["short"]
+    child.spawn()
+    with path.open("a") as file:
+        file.write(said.getvalue() + "12:00:01 drafter0 | warning | detail=another\n")
+    assert child.new_warnings() == ["another"]
+    assert child.new_warnings() == []
