@@ -202,6 +202,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from ops.doctor_machine import check_machine
     from ops.findings import FAULT
 
+    if options.against and (options.subject or ".yaml").endswith((".yaml", ".yml")):
+        from configs.load import ConfigError
+
+        got = options.subject or "nothing"
+        raise ConfigError([f"doctor --against: expected a run or its metrics file to compare with, got {got}"])
     findings = check_machine()
     print("\n".join(finding.line for finding in findings))
     if options.subject is not None:

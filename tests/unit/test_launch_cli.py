@@ -121,6 +121,14 @@ def test_what_cannot_be_written_or_served_is_one_line(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("subject", [[], ["c.yaml"]])
+def test_a_comparison_without_a_run_is_refused(subject: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["doctor", *subject, "--against", "before"]) == 2
+    got = subject[0] if subject else "nothing"
+    line = f"doctor --against: expected a run or its metrics file to compare with, got {got}\n"
+    assert tuple(capsys.readouterr()) == ("", line)
+
+
 def test_one_table_of_exit_codes_holds_in_the_help_and_in_the_docs_and_errors_have_no_others() -> None:
     table = re.findall(r"^\| (\d+) \| (.*?)[;|]", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
     said = " ".join((launch.__doc__ or "").partition("Exit codes: ")[2].split())
