@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,18 +15,32 @@ from evaluation import report
 from evaluation.measure import Plan, as_json, measure
 from evaluation.subject import load_subject
 
+LOWEST, HIGHEST = 1e-4, 1e4
+"""Temperatures between which float32 probabilities are what they say."""
+
 
 def evaluate(path: Path, options: argparse.Namespace) -> None:
     """Evaluate the drafter at `path`. Raises what loading and measuring raise, and ConfigError."""
     plan = plan_of(options)
     device = device_of(options.device)
     subject = load_subject(path, options.target, device, options.dtype)
+    out = writable(options.out or path / "eval")
     found = measure(subject, plan, device, lambda line: print(line, flush=True))
     report.write(
         as_json(subject, plan, found, device),
-        options.out or path / "eval",
+        out,
         Console(width=None if sys.stdout.isatty() else 120),
     )
+
+
+def writable(folder: Path) -> Path:
+    """Make the folder of results, before anything is measured. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError([f"--out: {folder} cannot be written: {error.strerror}; give another"]) from None
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -37,8 +52,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
         wrong.append(f"--limit: expected at least 1, got {options.limit}")
     if any(not 1 <= budget <= 4096 for budget in options.tree):
         wrong.append(f"--tree: expected node budgets in 1..4096, got {options.tree}")
-    if options.temperature < 0:
-        wrong.append(f"--temperature: expected 0 (greedy) or more, got {options.temperature}")
+    if options.temperature != 0 and not LOWEST <= options.temperature <= HIGHEST:  # nan is neither
+        expected = f"0 (greedy), or {LOWEST:g} to {HIGHEST:g}"
+        wrong.append(f"--temperature: expected {expected}, got {options.temperature}")
+    if not 0 <= options.seed < 2**63:
+        wrong.append(f"--seed: expected 0 to 2**63 - 1, got {options.seed}")
     if options.tree and options.temperature > 0:
         wrong.append("--tree: a tree is decoded greedily; leave out --tree or --temperature")
     if wrong:

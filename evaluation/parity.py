@@ -142,7 +142,7 @@ def verify(folder: Path, target: str) -> list[Finding]:
     head = whole if vocabulary is None else whole.reduced(list(vocabulary))
     served = read_as_server(read_json(folder / "config.json"))
     weights = {name: tensor.float() for name, tensor in exported.tensors.items()}
-    findings += _taps(exported)
+    findings += [*_taps(exported), *_said_twice(exported), *_as_trained(exported, served)]
     findings.append(_against_probe(exported, served, weights, whole.embedding, head.head))
     return [*findings, _against_target(exported, served, weights, place, head)]
 
@@ -158,6 +158,14 @@ def _identity(exported: Exported, place: Path, target: str, description: TargetD
     else:
         note, mine = Finding(True, f"says it was trained with {facts.identity.name}"), facts.identity
     differing = mine.differences(found)
+    layers_said = facts.identity is not None or exported.format == "zlab"
+    for key, said, has in (
+        ("vocab_size", facts.shape.vocab_size, found.vocab_size),
+        ("hidden_size", facts.shape.hidden, found.hidden),
+        ("num_target_layers", facts.num_target_layers if layers_said else found.num_layers, found.num_layers),
+    ):
+        if said != has:
+            differing.append(f"{key}: the drafter's config.json says {said}, the target has {has}")
     if facts.shape.rope_theta != found.rope_theta:
         differing.append(
             f"rope_theta: the drafter rotates with {facts.shape.rope_theta:g}, the target with {found.rope_theta:g}"
@@ -176,6 +184,41 @@ def _taps(exported: Exported) -> list[Finding]:
         Finding(ascending, f"taps: outputs of layers {ids} of {facts.num_target_layers}{order}"),
         Finding(mask not in special, f"mask token {mask} is none of bos, eos, pad ({sorted(filter(None, special))})"),
     ]
+
+
+def _said_twice(exported: Exported) -> list[Finding]:
+    """What config.json says in two places, of which each server reads one, and the type of the stored tensors."""
+    config = read_json(exported.path / "config.json")
+    layers = config.get("transformer_layer_config") or config
+    theta = [layers.get("rope_theta"), (layers.get("rope_parameters") or {}).get("rope_theta")]
+    block = [config.get("block_size"), (config.get("dflash_config") or {}).get("block_size")]
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or []
+    block += [1 + proposal["speculative_tokens"] for proposal in proposals if proposal.get("speculative_tokens")]
+    stored = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in exported.tensors.values()})
+    dtype = [config.get("dtype"), config.get("torch_dtype"), layers.get("dtype"), layers.get("torch_dtype"), *stored]
+    wrong = []
+    for key, said in (("rope_theta", theta), ("block size", block), ("dtype, the tensors' last", dtype)):
+        values = [value for value in said if value is not None]
+        if len(set(values)) > 1:
+            wrong.append(Finding(False, f"{key}: config.json and tensors must say one thing, got {values}"))
+    return wrong or [Finding(True, "rope_theta, block size and dtype are the same wherever they stand")]
+
+
+def _as_trained(exported: Exported, served: Served) -> list[Finding]:
+    """Compare the settings that no logits show with what was written at export, where that is known."""
+    file = exported.path / "probe.json"
+    trained = read_json(file).get("settings") if file.is_file() else None
+    if trained is None:
+        return []
+    now = {
+        "taps": list(exported.facts.target_layer_ids),
+        "windows": served.windows,
+        "in-block causality": served.causal,
+    }
+    wrong = [
+        Finding(False, f"{key}: {trained[key]} at export, {now[key]} now") for key in now if trained[key] != now[key]
+    ]
+    return wrong or [Finding(True, "taps, windows and in-block causality of each layer: as at export")]
 
 
 def _against_probe(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,10 +62,10 @@ def write_export(
 ) -> Path:
     """Write the folder `out` in format `name`: `weights` in the facts' type, `extra` tensors as they are, text files.
 
-    Raises ExportError if `out` exists or a weight is not finite.
+    Raises ExportError if `out` exists or cannot be written, or a weight is not finite.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ExportError(f"{out}: exists and is not empty; give another --out")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out}: exists and is {'not empty' if out.is_dir() else 'no folder'}; give another --out")
     dtype = getattr(torch, facts.dtype)
     stored = {}
     for key, tensor in weights.items():
@@ -75,8 +76,8 @@ def write_export(
     config = (zlab if name == "zlab" else speculators).to_config(facts)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         save_file(stored | extra, temporary / WEIGHTS, metadata={"format": "pt"})
         for file, text in ({"config.json": json.dumps(config, indent=2) + "\n"} | texts).items():
             (temporary / file).write_text(text, encoding="utf-8")
@@ -84,6 +85,8 @@ def write_export(
         if out.exists():
             out.rmdir()
         temporary.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out

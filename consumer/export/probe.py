@@ -18,6 +18,7 @@ from configs.drafter_shape import SLIDING, DrafterShape
 from consumer.anchors import Anchors
 from consumer.attention import dense_attention
 from consumer.drafter import Drafter
+from consumer.export.facts import DrafterFacts
 
 NUM_HEAD_ROWS = 16
 MAX_CONTEXT = 4096
@@ -69,6 +70,16 @@ def training_logits(drafter: Drafter, given: ProbeInput, embedding_V: Tensor, he
     )
     logits: Tensor = hidden @ head_P.float().T
     return logits.view(len(position), shape.block_size - 1, -1)
+
+
+def as_trained(facts: DrafterFacts) -> dict[str, Any]:
+    """What the logits cannot show: which layers of the target are read, and windows that the input does not reach."""
+    kinds = facts.shape.layer_types
+    return {
+        "taps": list(facts.target_layer_ids),
+        "windows": [facts.shape.window_of(kind) for kind in kinds],
+        "in-block causality": [facts.shape.causal_of(kind) for kind in kinds],
+    }
 
 
 def as_json(given: ProbeInput, logits: Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from consumer.export import speculators
 from consumer.export.facts import DrafterFacts, ExportError
 from consumer.export.folder import FORMATS, read_export, write_export
 from consumer.export.identity import identify, stored_dtype
-from consumer.export.probe import as_json, probe_input, training_logits
+from consumer.export.probe import as_json, as_trained, probe_input, training_logits
 from consumer.export.readme import LAST_LAYER_WARNING, MIXED_WARNING, readme
 from consumer.frozen_head import FrozenHead, load_frozen_head
 
@@ -126,4 +126,5 @@ def _probe(facts: DrafterFacts, weights: dict[str, torch.Tensor], head: FrozenHe
     drafter.load_state_dict({name: tensor.to(stored).float() for name, tensor in weights.items()})
     given = probe_input(facts.shape)
     rows = head.head[torch.tensor(given.head_rows)]
-    return as_json(given, training_logits(drafter, given, head.embedding, rows))
+    plain = as_json(given, training_logits(drafter, given, head.embedding, rows))
+    return plain | {"settings": as_trained(facts)}

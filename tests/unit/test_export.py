@@ -294,6 +294,8 @@ def test_the_command_refuses_in_one_line(
     (tmp_path / "taken" / "file").write_text("")
     for words, line in (
         ([str(checkpoints["full"]), "--out", str(tmp_path / "taken")], "exists and is not empty"),
+        ([str(checkpoints["full"]), "--out", str(tmp_path / "taken" / "file")], "exists and is no folder"),
+        ([str(checkpoints["full"]), "--out", str(tmp_path / "taken" / "file" / "o")], "cannot be written: Not a dir"),
         ([str(checkpoints["full"]), "--out", str(tmp_path / "o"), "--target", str(tmp_path / "no")], "is not there"),
         (["no-run", "--out", str(tmp_path / "o"), "--folder", str(tmp_path)], "no run 'no-run'"),
     ):

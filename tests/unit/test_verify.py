@@ -74,8 +74,9 @@ def test_taps_out_of_order_are_learnt_exported_and_verified_but_wrong_in_a_file(
     assert all(finding.good for finding in findings), [finding.line for finding in findings]
     unsorted = changed(folder, tmp_path / "unsorted", {"dflash_config.target_layer_ids": [3, 0, 2]})
     wrong = [finding.text for finding in verify(unsorted, str(target)) if not finding.good]
-    assert len(wrong) == 1
+    assert len(wrong) == 2
     assert "in the order of the layers" in wrong[0]
+    assert wrong[1] == "taps: [0, 2, 3] at export, [3, 0, 2] now"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,37 @@ def test_another_setting_is_found(
 ) -> None:
     findings = verify(changed(exports["zlab"], tmp_path / "changed", change), str(target))
     assert any(not finding.good and "probe" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("zlab", {"dflash_config.target_layer_ids": [0, 1, 3]}, "taps: "),
+        ("speculators", {"aux_hidden_state_layer_ids": [1, 2, 4]}, "taps: "),
+        ("zlab", {"layer_types": ["sliding_attention"] * 3}, "windows: "),
+        ("zlab", {"rope_theta": 7.0}, "rope_theta: "),
+        ("zlab", {"block_size": 6}, "block size: "),
+        ("speculators", {"speculators_config.proposal_methods": [{"speculative_tokens": 5}]}, "block size: "),
+        ("zlab", {"torch_dtype": "bfloat16"}, "dtype"),
+        ("zlab", {"dtype": "bfloat16", "torch_dtype": "bfloat16"}, "dtype"),
+        ("zlab", {"vocab_size": 263}, "vocab_size: "),
+        ("zlab", {"num_target_layers": 7}, "num_target_layers: "),
+    ],
+)
+def test_what_no_logits_show_is_found(
+    exports: dict[str, Path], target: Path, tmp_path: Path, name: str, change: dict[str, Any], words: str
+) -> None:
+    findings = verify(changed(exports[name], tmp_path / "changed", change), str(target))
+    assert any(not finding.good and finding.text.startswith(words) for finding in findings), findings
+
+
+def test_eval_refuses_an_unwritable_folder_before_it_measures(
+    exports: dict[str, Path], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["eval", str(exports["zlab"]), "--target", str(target), "--prompts", "none.jsonl"]
+    assert launch.main([*words, "--out", str(tmp_path / "file" / "o")]) == 2
+    assert "--out: " in capsys.readouterr().err
 
 
 def test_damaged_weights_are_found(exports: dict[str, Path], target: Path, tmp_path: Path) -> None:
