@@ -134,3 +134,10 @@ def test_what_a_process_warns_of_in_its_log_is_heard_once_and_whole(
         file.write(said.getvalue() + "12:00:01 drafter0 | warning | detail=another\n")
     assert child.new_warnings() == ["another"]
     assert child.new_warnings() == []
+
+
+def test_a_process_shows_the_runs_name_in_its_title() -> None:
+    look = "from pathlib import Path; print(Path('/proc/self/cmdline').read_bytes().rstrip(b'\\0').decode())"
+    code = f"from ops.control import set_title; set_title('dflash demo target0'); {look}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("dflash demo target0")
