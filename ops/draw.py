@@ -103,11 +103,16 @@ def _ring(ring: dict[str, Any], history: Sequence[int], width: int) -> list[Text
         ("  end of data" if ring["end_of_data"] else "", "dim"),
     )  # fmt: skip
     lines = [head, *_slot_map(ring["slots"], width)]
+    signs: list[str] = []
     for end in ring["attached"]:
-        beat = "" if end["heartbeat_age_s"] is None else f", last sign {end['heartbeat_age_s']:.1f} s ago"
-        text = Text.assemble(f"  {end['role']}: ", _state(end["state"]), f", pid {end['pid'] or 'none'}{beat}")
+        known = end["heartbeat_age_s"] is not None
+        beat = f"last sign {end['heartbeat_age_s']:.1f} s ago" if known else ""
         if end["state"] != "running":
-            lines.append(text)
+            pid = f", pid {end['pid'] or 'none'}" + (f", {beat}" if known else "")
+            lines.append(Text.assemble(f"  {end['role']}: ", _state(end["state"]), pid))
+        elif known:
+            signs.append(f"{end['role']} {beat}" if not signs else f"{end['role']} {end['heartbeat_age_s']:.1f} s")
+    lines += [Text(f"  {part}", style="dim") for part in _wrapped(", ".join(signs), width - 2) if part]
     return [*lines, Text("")]
 
 

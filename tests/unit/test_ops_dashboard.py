@@ -153,6 +153,22 @@ def test_no_line_is_wider_than_the_terminal_and_every_slot_is_drawn(width: int) 
     assert "768 anchors" in text
 
 
+def test_every_end_of_a_ring_shows_its_last_sign_of_life_and_whose_is_not_running_its_state() -> None:
+    picture = _picture()
+    picture["rings"][0]["attached"] = [
+        {"role": "producer", "state": "running", "pid": 7, "heartbeat_age_s": 0.25},
+        *({"role": f"consumer {k}", "state": "running", "pid": 8, "heartbeat_age_s": 0.04} for k in range(7)),
+        {"role": "consumer 7", "state": "stopped", "pid": 9, "heartbeat_age_s": 12.0},
+        {"role": "consumer 8", "state": "dead", "pid": None, "heartbeat_age_s": None},
+    ]
+    text = frame(picture, lambda _name: [0, 256] * 500, 60).plain
+    assert max(len(line) for line in text.splitlines()) <= 60
+    assert "  producer last sign 0.2 s ago, consumer 0 0.0 s," in text
+    assert text.count("consumer 6 0.0 s") == 1
+    assert "  consumer 7: stopped, pid 9, last sign 12.0 s ago" in text
+    assert "  consumer 8: dead, pid none\n" in text
+
+
 def test_a_sparkline_spans_its_history_with_the_newest_at_the_right() -> None:
     assert sparkline([0, 7], 7, 10) == BARS[0] + BARS[7]
     assert sparkline([0] * 50 + [8] * 50, 8, 10) == BARS[0] * 5 + BARS[7] * 5
