@@ -11,6 +11,7 @@ favour: the mask made once, before the clock starts (`speculators_mask_once`).
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ class MaskTrial:
     def end(self) -> None:
         """End it, with the compilers that it has started."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
@@ -132,7 +133,7 @@ def compile_its_mask(size: Size) -> float:
     documents = torch.arange(size.tokens, device=DEVICE) // DOCUMENT
     for number in range(12):
         if number == 2:
-            _synchronize()
+            torch.cuda.synchronize()
             began = time.perf_counter()
         anchors = torch.randperm(size.tokens - BLOCK, device=DEVICE)[: size.anchors].sort().values
         mask, rows, columns = create_anchor_block_mask_mod(
@@ -140,13 +141,8 @@ def compile_its_mask(size: Size) -> float:
             sliding_window=WINDOW, sliding_window_non_causal=False,
         )  # fmt: skip
         core._compiled_create_block_mask(mask, B=None, H=None, Q_LEN=rows, KV_LEN=columns, device=DEVICE)
-    _synchronize()
+    torch.cuda.synchronize()
     return (time.perf_counter() - began) * 1e3 / 10
-
-
-def _synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def make_model(shape: DrafterShape, attention: str) -> tuple[Any, Masks]:

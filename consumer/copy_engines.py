@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from consumer.flat import FlatWeights
 
+Result = TypeVar("Result")
 ALIGNED = 64  # elements
 TRIAL_SIZE = 1 << 16
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
@@ -89,8 +90,7 @@ class CopyEngines:
     def finish(self, sums: Tensor) -> None:
         """Add up the rest; the current stream then waits for everything. Raises RuntimeError for a missing gradient."""
         self._flat.on_written = None
-        if self._sent != self._flat.num_matrix_elements:
-            raise RuntimeError(f"{self._sent} of {self._flat.num_matrix_elements} gradient elements were announced")
+        self._flat.check_announced(self._sent)
         self._adder.add_up(slice(self._flat.num_matrix_elements, self._flat.size))
         dist.all_reduce(sums, group=self._group)
         self._adder.wait()
@@ -112,35 +112,32 @@ def refusal(device: torch.device, meeting: dist.ProcessGroup, largest: Callable[
 
     `largest` returns the largest of all ranks' numbers: no rank waits for one that has failed already.
     """
-    why = ""
-    adder: CopyAdder | None = None
-    small: Tensor | None = None
-    rank, world = dist.get_rank(meeting), dist.get_world_size(meeting)
 
-    def make() -> None:
-        nonlocal small
-        small = symmetric_zeros(TRIAL_SIZE, torch.float32, device)
-
-    def meet() -> None:
-        nonlocal adder
-        assert small is not None
-        adder = CopyAdder(small, meeting)
-
-    def add() -> None:
-        assert small is not None
-        assert adder is not None
-        small.fill_(rank + 1)
-        adder.add_up(slice(0, TRIAL_SIZE))
-        adder.wait()
-        wanted = world * (world + 1) / 2
-        if not bool((small == wanted).all()):
-            raise RuntimeError(f"a sum of {wanted:g} came out as {float(small.min()):g} to {float(small.max()):g}")
-
-    for stage in (make, meet, add):
+    def together(stage: Callable[[], Result]) -> Result:
+        """Do a stage, on all ranks; RuntimeError on each of them if it fails on one."""
+        why = ""
         try:
-            stage()
+            made = stage()
         except Exception as error:  # whatever a driver or a container does not allow
             why = (str(error) or repr(error)).splitlines()[0]
         if largest(int(bool(why))):
-            return why or "another drafter cannot"
+            raise RuntimeError(why or "another drafter cannot")
+        return made
+
+    try:
+        small = together(lambda: symmetric_zeros(TRIAL_SIZE, torch.float32, device))
+        adder = together(lambda: CopyAdder(small, meeting))
+        together(lambda: _add_up_small(small, adder, dist.get_rank(meeting), dist.get_world_size(meeting)))
+    except RuntimeError as error:
+        return str(error)
     return ""
+
+
+def _add_up_small(small: Tensor, adder: CopyAdder, rank: int, world: int) -> None:
+    """Add up rank + 1 of every rank; RuntimeError where the sum is another one."""
+    small.fill_(rank + 1)
+    adder.add_up(slice(0, TRIAL_SIZE))
+    adder.wait()
+    wanted = world * (world + 1) / 2
+    if not bool((small == wanted).all()):
+        raise RuntimeError(f"a sum of {wanted:g} came out as {float(small.min()):g} to {float(small.max()):g}")

@@ -199,14 +199,11 @@ class Ranks:
         return copy_engines.symmetric_zeros
 
     def _no_copies(self, training: TrainingConfig, meeting: dist.ProcessGroup) -> str:
-        """Say why gradients cannot be added up by copies here; "" where they can. The same on all ranks, or nearly."""
+        """Say why gradients cannot be added up by copies here; "" where they can, on all ranks alike."""
         if training.micro_steps > 1:
             return "micro-steps are added up once a step, behind the backward pass"
-        hosts: list[Any] = [None] * self.world
-        with _naming(f"drafter {self.rank}: start-up"):
-            dist.all_gather_object(hosts, socket.gethostname())
-        if len(set(hosts)) > 1:
-            return f"the drafters are on {len(set(hosts))} hosts"
+        if self.largest(int(self.local_rank != self.rank)):
+            return "the drafters are on several hosts"
         return copy_engines.refusal(torch.device("cuda", torch.cuda.current_device()), meeting, self.largest)
 
     def reduction_of(self, step: TrainStep) -> Reduction | None:
@@ -288,8 +285,7 @@ class WhileBackward:
         """Add up the rest; the current stream then waits for everything. Raises RuntimeError for a missing gradient."""
         self._flat.on_written = None
         self._flush()
-        if self._sent != self._flat.num_matrix_elements:
-            raise RuntimeError(f"{self._sent} of {self._flat.num_matrix_elements} gradient elements were announced")
+        self._flat.check_announced(self._sent)
         self._start(self._flat.grads[self._flat.num_matrix_elements :])
         self._start(sums)
         for work in self._under_way:

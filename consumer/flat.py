@@ -77,6 +77,11 @@ class FlatWeights:
         if self.masters is not self.weights:
             self.weights.copy_(self.masters)
 
+    def check_announced(self, elements: int) -> None:
+        """Raise RuntimeError unless `on_written` has been told of every matrix gradient: `elements` in all."""
+        if elements != self.num_matrix_elements:
+            raise RuntimeError(f"{elements} of {self.num_matrix_elements} gradient elements were announced")
+
     def zero_norm_grads(self) -> None:
         """Clear the gradients that accumulate; those of matrices are overwritten."""
         self.grads[self.num_matrix_elements :].zero_()

@@ -105,14 +105,16 @@ def _ring(ring: dict[str, Any], history: Sequence[int], width: int) -> list[Text
     lines = [head, *_slot_map(ring["slots"], width)]
     signs: list[str] = []
     for end in ring["attached"]:
-        known = end["heartbeat_age_s"] is not None
-        beat = f"last sign {end['heartbeat_age_s']:.1f} s ago" if known else ""
+        age = end["heartbeat_age_s"]
         if end["state"] != "running":
-            pid = f", pid {end['pid'] or 'none'}" + (f", {beat}" if known else "")
-            lines.append(Text.assemble(f"  {end['role']}: ", _state(end["state"]), pid))
-        elif known:
-            signs.append(f"{end['role']} {beat}" if not signs else f"{end['role']} {end['heartbeat_age_s']:.1f} s")
-    lines += [Text(f"  {part}", style="dim") for part in _wrapped(", ".join(signs), width - 2) if part]
+            sign = "" if age is None else f", last sign {age:.1f} s ago"
+            lines.append(
+                Text.assemble(f"  {end['role']}: ", _state(end["state"]), f", pid {end['pid'] or 'none'}{sign}")
+            )
+        elif age is not None:
+            signs.append(f"{end['role']} {age:.1f} s" if signs else f"{end['role']} last sign {age:.1f} s ago")
+    if signs:
+        lines += [Text(f"  {part}", style="dim") for part in _wrapped(", ".join(signs), width - 2)]
     return [*lines, Text("")]
 
 

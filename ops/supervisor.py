@@ -101,9 +101,9 @@ class Supervisor:
                 child.kill()
             elif child.state == RUNNING and child.crashes_in_a_row and now - (child.ready_at or now) > STABLE_S:
                 child.crashes_in_a_row = 0
-        self.say_warnings()
+        self._say_warnings()
 
-    def say_warnings(self) -> None:
+    def _say_warnings(self) -> None:
         """Say what the processes warn of in their logs, where nobody may look."""
         for child in self.children:
             with contextlib.suppress(OSError):  # a log that somebody moved away
