@@ -1,14 +1,15 @@
 """How long is one training step of the drafter, and where does the time go? One GPU, random data on the device.
 
     python -m benchmarks.drafter_step --shape 27b --variant captured --out DIR      one measurement, one JSON line
-    python -m benchmarks.drafter_step_all --out DIR --results FILE                  everything, about 4 minutes
+    python -m benchmarks.drafter_step_all --out DIR --results FILE                  everything, about 6 minutes
 
-The clock runs from the start of one step to the start of the next (CUDA events; 5 warm-up steps, then 20), with the
-pack already on the device. Variants: `captured` is what training runs (and, in the same process, `fp8`: the same with
-`precision: fp8`); `eager` the same lines launched one by one; `old` a twin of the pipeline that this one replaced (two
-create_block_mask calls a step, nothing compiled but the attention, eight values read by the host each step);
-`speculators` that project's 0.9.0 model, loss and optimizer (drafter_step_speculators.py; in the same process
-`speculators_mask_once`). bfloat16 products, float32 masters, AdamW, clip 1.
+The clock runs from the start of one step to the start of the next (CUDA events; steps for 4 s so that every variant
+meets a warm chip at its power limit, then 20), with the pack already on the device. Variants: `captured` is what
+training runs (and, in the same process, `fp8`: the same with `precision: fp8`); `eager` the same lines launched one by
+one; `old` a twin of the pipeline that this one replaced (two create_block_mask calls a step, nothing compiled but the
+attention, eight values read by the host each step); `speculators` that project's 0.9.0 model, loss and optimizer
+(drafter_step_speculators.py; in the same process `speculators_mask_once`). bfloat16 products, float32 masters, AdamW,
+clip 1.
 Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers of window 2048, B = 16.
 """
 
@@ -39,7 +40,7 @@ from consumer.staging import PackTensors
 from consumer.step import TrainStep
 from gpu.products import measured
 
-WARM_UP, STEPS = 5, 20
+WARM_UP_S, STEPS = 4.0, 20
 LAYERS, TAPS, BLOCK, WINDOW, DOCUMENT = 5, 5, 16, 2048, 2048
 DEVICE = torch.device("cuda", 0)
 
@@ -116,9 +117,11 @@ def make_step(size: Size, chunk_rows: int = 2048) -> TrainStep:
 def timed(run: Callable[[], Any]) -> dict[str, Any]:
     """Time steps with events: median, spread, all of them, and the host's clock over all."""
     wait_for_turn()
-    for _ in range(WARM_UP):
-        run()
-    torch.cuda.synchronize()
+    until = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < until:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     began = time.perf_counter()
     for event in events[:-1]:
@@ -140,13 +143,11 @@ def timed(run: Callable[[], Any]) -> dict[str, Any]:
 def wait_for_turn() -> None:
     """Let measurements started together compile at the same time and measure one after another.
 
-    STEP_TURN names a file that is locked from here to the end of the process; STEP_AFTER one that must exist first.
+    STEP_TURN names a file that is locked from here to the end of the process.
     """
-    turn, after = os.environ.get("STEP_TURN"), os.environ.get("STEP_AFTER")
+    turn = os.environ.get("STEP_TURN")
     if not turn or _turn:
         return
-    while after and not Path(after).exists():
-        time.sleep(0.05)
     _turn.append(Path(turn).open("w"))  # noqa: SIM115 - the lock lasts until the process ends
     fcntl.flock(_turn[0], fcntl.LOCK_EX)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.drafter_step_all --out DIR --results benchmarks/results/drafter_step_HARDWARE_DATE.json
 
-Each measurement is a process of its own (drafter_step.py says what is timed). Those of a group are on one GPU; they
-compile at the same time and measure one after another, alone on it. With --gpus 2 two groups go at a time, so what is
-compared is still measured on one GPU. The profile is drawn beside the result file.
+Each measurement is a process of its own (drafter_step.py says what is timed), all on one GPU. Those of a group compile
+at the same time, then each measures its products and its steps alone on the GPU. The compiler is given speculators'
+mask at the very beginning (drafter_step_speculators.py). The profile is drawn beside the result file.
 """
 
 from __future__ import annotations
@@ -15,50 +15,39 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 from benchmarks.drafter_step import SIZES
+from benchmarks.drafter_step_speculators import MaskTrial
 
 LONGEST_S = 280
 GROUPS = (
-    (("27b", "captured"), ("27b", "speculators")),
-    (
-        ("8b", "captured"),
-        ("8b", "speculators"),
-        ("0.6b", "captured"),
-        ("0.6b", "speculators"),
-        ("0.6b", "eager"),
-        ("0.6b", "old"),
-    ),
-    (("27b", "old"), ("8b", "old")),
+    (("27b", "captured"), ("0.6b", "captured"), ("0.6b", "eager"), ("0.6b", "old")),
+    (("8b", "captured"), ("8b", "old"), ("27b", "old")),
+    (("27b", "speculators"), ("8b", "speculators"), ("0.6b", "speculators")),
 )
 """What compiles at the same time (together it must fit in 139 GiB)."""
 
 
-def measure_all(out: Path, picture: Path, gpus: int, after: str | None) -> None:
-    """Run every measurement; one that fails or takes too long is reported and left out. after: see --after."""
+def measure_all(out: Path, picture: Path) -> None:
+    """Run every measurement; one that fails or takes too long is reported and left out."""
     out.mkdir(parents=True, exist_ok=True)
-    waiting = list(GROUPS)
-
-    def one_gpu(gpu: int) -> None:
-        while waiting:
-            _measure_group(waiting.pop(0), out, picture, gpu, after if gpu == gpus - 1 else None)
-
-    threads = [threading.Thread(target=one_gpu, args=(gpu,)) for gpu in range(gpus)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.5)  # the first group goes to the first GPU
-    for thread in threads:
-        thread.join()
+    ahead = [MaskTrial(name) for name in SIZES]  # what they compile stays in the compiler's cache
+    try:
+        for group in GROUPS:
+            if any(variant == "speculators" for _, variant in group):
+                for name, trial in zip(SIZES, ahead, strict=True):
+                    print(f"speculators' own mask, {name}: came back: {trial.came_back()}", flush=True)
+            _measure_group(group, out, picture)
+    finally:
+        for trial in ahead:
+            trial.end()
 
 
-def _measure_group(group: tuple[tuple[str, str], ...], out: Path, picture: Path, gpu: int, after: str | None) -> None:
+def _measure_group(group: tuple[tuple[str, str], ...], out: Path, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"STEP_TURN": f"{folder}/turn", "CUDA_VISIBLE_DEVICES": str(gpu)}
-        if after:
-            environment["STEP_AFTER"] = after
+        environment = os.environ | {"STEP_TURN": f"{folder}/turn"}
         running = {}
         for shape, variant in group:
             command = [sys.executable, "-m", "benchmarks.drafter_step", "--shape", shape, "--variant", variant]
@@ -115,13 +104,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--collect", action="store_true")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine to measure on")
-    parser.add_argument(
-        "--after", help="the last GPU measures only when this file exists, for what shares it meanwhile"
-    )
     arguments = parser.parse_args()
     if not arguments.collect:
-        measure_all(arguments.out, arguments.results.with_suffix(".png"), arguments.gpus, arguments.after)
+        measure_all(arguments.out, arguments.results.with_suffix(".png"))
     collect(arguments.out, arguments.results)
 
 

@@ -3,8 +3,8 @@ over float32 weights, loss "ce" fused, fixed exponential decay, clip 1, every me
 
 Batches are on the device already, and its fused loss is kept out of torch.compile, which on torch 2.11 does not take
 it. Each step draws its anchors and makes its block mask anew, as its trainer does: by its own compiled
-create_block_mask where that comes back from the compiler within STEP_MASK_LIMIT_S seconds (default 150; on torch 2.11
-ptxas has been seen to take longer), else by torch's plain one; the result says which. Measured beside it, in its
+create_block_mask where that comes back from the compiler within STEP_MASK_LIMIT_S seconds (default 300; on torch 2.11
+ptxas takes over three minutes), else by torch's plain one; the result says which. Measured beside it, in its
 favour: the mask made once, before the clock starts (`speculators_mask_once`).
 """
 
@@ -81,7 +81,7 @@ class MaskTrial:
 
     def __init__(self, name: str) -> None:
         """`name`: of a size. Starts at once."""
-        self._until = time.monotonic() + float(os.environ.get("STEP_MASK_LIMIT_S", "150"))
+        self._until = time.monotonic() + float(os.environ.get("STEP_MASK_LIMIT_S", "300"))
         command = [sys.executable, "-m", "benchmarks.drafter_step_speculators", name]
         self._process = subprocess.Popen(command, start_new_session=True)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.drafter_shape import DrafterShape
-from consumer.linear import ContextProjection, Projection
+from consumer.linear import ContextGradient, ContextProjection, Projection
 
 Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 """(q [Q, heads, D], k and v [T + Q, kv heads, D] with the context first, layer type) -> [Q, heads*D]."""
@@ -236,10 +236,11 @@ class Drafter(nn.Module):
         layers, pieces, size = self._layers(), self.pieces, self.shape.block_size
         y = pieces.rms_norm(block_x, layers[0].input_layernorm.weight, eps)
         x = pieces.spread(block_x, size) if shared_mask_row else block_x
+        gradient = ContextGradient()
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             attention, mlp = layer.self_attn, layer.mlp
-            qkv, kv_context = attention.qkv_and_context(y, g)
+            qkv, kv_context = attention.qkv_and_context(y, g, gradient)
             if shared_mask_row and index == 0:
                 qkv = pieces.spread(qkv, size)
             q, k, v = pieces.heads(qkv, kv_context, attention.q_norm.weight, attention.k_norm.weight, cos, sin, eps)

@@ -1,8 +1,9 @@
 """The drafter's weights as a few large buffers: what the optimizer and an all-reduce work on.
 
-One buffer of weights in the compute type, one of gradients, one of float32 masters (the weights themselves where they
-are float32). Every parameter is a view; nothing is copied between them. Matrices come first, norm weights last: the
-products write matrix gradients in place (linear.py), so only the tail has to be zeroed before a step.
+One buffer of weights in the compute type, one of gradients. A bfloat16 weight is the upper half of its float32 master,
+and one more buffer holds what is missing (`low`), so a master takes 4 bytes and no second copy. Every parameter is a
+view. Matrices come first, norm weights last: the products write matrix gradients in place (linear.py), so only the tail
+has to be zeroed before a step. Source of the split: Split-SGD (Kalamkar et al. 2020, 2005.04680).
 
 Shapes: N all parameters in a row.
 """
@@ -22,6 +23,18 @@ MakeZeros = Callable[..., Tensor]
 """Makes zeros as torch.zeros does: of a size, dtype=, device=."""
 
 
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split finite float32 numbers into the nearest bfloat16 (a tie goes away from 0) and the int16 that is missing."""
+    bits = master.contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def joined(weight: Tensor, low: Tensor) -> Tensor:
+    """Undo `split`, exactly."""
+    return ((weight.contiguous().view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
 class FlatWeights:
     """Owns the drafter's storage. `drafter` is bound to it from here on; do not move or cast it afterwards."""
 
@@ -34,20 +47,21 @@ class FlatWeights:
         self.named = [item for item in parameters if item[1].ndim == 2] + [i for i in parameters if i[1].ndim != 2]
         device = parameters[0][1].device
         size = sum(parameter.numel() for _, parameter in self.named)
-        wide = torch.promote_types(dtype, torch.float32)
+        self.wide = torch.promote_types(dtype, torch.float32)
+        """Type of masters and moments."""
         self.num_matrix_elements = sum(p.numel() for _, p in self.named if p.ndim == 2)
         self.weights = torch.empty(size, dtype=dtype, device=device)
         self.grads = make_grads(size, dtype=dtype, device=device)
-        self.masters = self.weights if dtype == wide else torch.empty(size, dtype=wide, device=device)
+        self.low = torch.zeros(size, dtype=torch.int16, device=device) if dtype == torch.bfloat16 else None
+        """Lower halves of the masters of bfloat16 weights; None where weights are their own masters."""
         self.on_written: Callable[[slice], None] | None = None
         """Called in the backward pass as soon as a matrix product's gradient, a slice of `grads`, is complete."""
         self._places: dict[str, tuple[int, torch.Size]] = {}
         at = 0
         for name, parameter in self.named:
             self._places[name] = (at, parameter.shape)
-            self.view(self.masters, name).copy_(parameter.detach())
+            self.set_master(name, parameter.detach())
             at += parameter.numel()
-        self.refresh()
         for name, parameter in self.named:
             parameter.data = self.view(self.weights, name)
             parameter.grad = self.view(self.grads, name)
@@ -72,10 +86,28 @@ class FlatWeights:
             if first <= at < stop
         }
 
-    def refresh(self) -> None:
-        """Make the weights anew from the masters."""
-        if self.masters is not self.weights:
-            self.weights.copy_(self.masters)
+    @property
+    def stored(self) -> list[Tensor]:
+        """The buffers that hold the masters."""
+        return [self.weights] if self.low is None else [self.weights, self.low]
+
+    @property
+    def masters(self) -> Tensor:
+        """All masters, [N]: the weights themselves, or, of bfloat16 weights, a copy in float32."""
+        return self.weights if self.low is None else joined(self.weights, self.low)
+
+    def master(self, name: str) -> Tensor:
+        """One parameter's master: the weight itself, or, of a bfloat16 weight, a copy in float32."""
+        weight = self.view(self.weights, name)
+        return weight if self.low is None else joined(weight, self.view(self.low, name))
+
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Set a parameter's master, and with it the weight, from a value of any type, on any device."""
+        value = value.to(self.weights.device, self.wide)
+        if self.low is not None:
+            value, low = split(value)
+            self.view(self.low, name).copy_(low)
+        self.view(self.weights, name).copy_(value)
 
     def check_announced(self, elements: int) -> None:
         """Raise RuntimeError unless `on_written` has been told of every matrix gradient: `elements` in all."""

@@ -54,6 +54,30 @@ class Projection:
         return out
 
 
+class ContextGradient:
+    """The gradient of the context, [S, I], which every layer adds to: by its product, so no pass over it is needed.
+
+    One for each forward pass. Layers come back in any order; the last one hands the sum to autograd.
+    """
+
+    def __init__(self) -> None:
+        """Start without a user and without a sum."""
+        self.users = 0
+        self.total: Tensor | None = None
+
+    def add(self, d_out: Tensor, weight: Tensor, row_scale: Tensor | None) -> Tensor | None:
+        """Add d_out [S, O] @ weight [O, I]; return the sum when all users have added theirs. See _mapped_back."""
+        self.users -= 1
+        if self.total is None:
+            self.total = _mapped_back(d_out, weight, row_scale)
+        elif row_scale is None:
+            multiply(d_out, weight, self.total, add=True)
+        else:
+            self.total += _mapped_back(d_out, weight, row_scale)
+        total, self.total = self.total, None if self.users == 0 else self.total
+        return total if self.users == 0 else None
+
+
 class ContextProjection:
     """The attention layer's two products: q, k, v of the block rows and k, v of the context rows, one weight."""
 
@@ -62,12 +86,15 @@ class ContextProjection:
         self.block = block
         self.skip_layers = first_context_layer
 
-    def __call__(self, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Map block rows [R, I] and context rows [S, I] to [R, O] and [S, O'], O' without the skipped layers."""
+    def __call__(self, y: Tensor, g: Tensor, gradient: ContextGradient) -> tuple[Tensor, Tensor]:
+        """Map block rows [R, I] and context rows [S, I] to [R, O] and [S, O'], O' without the skipped layers.
+
+        `gradient`: where that of g is added up; the same for all that read this g.
+        """
         weight = _joined(self.block)
         skip = sum(linear.out_features for linear in self.block.linears[: self.skip_layers])
         out: tuple[Tensor, Tensor] = _TwoProducts.apply(  # type: ignore[no-untyped-call]
-            y, g, weight, skip, self.block.sink, self.block.in_float8, *self.block.parameters()
+            y, g, weight, skip, self.block.sink, self.block.in_float8, gradient, *self.block.parameters()
         )
         return out
 
@@ -100,12 +127,21 @@ class _Product(torch.autograd.Function):
 class _TwoProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, g: Tensor, weight: Tensor, skip: int, sink: Sink | None, in_float8: bool, *anchors: Tensor
+        ctx: Any,
+        y: Tensor,
+        g: Tensor,
+        weight: Tensor,
+        skip: int,
+        sink: Sink | None,
+        in_float8: bool,
+        gradient: ContextGradient,
+        *anchors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         block, ctx.block_scale = _mapped(y, weight, in_float8)
         context, ctx.context_scale = _mapped(g, weight[skip:], in_float8)
         ctx.save_for_backward(y, g, weight)
-        ctx.skip, ctx.sink, ctx.num_anchors = skip, sink, len(anchors)
+        ctx.skip, ctx.sink, ctx.gradient, ctx.num_anchors = skip, sink, gradient, len(anchors)
+        gradient.users += 1
         return block, context
 
     @staticmethod
@@ -113,14 +149,14 @@ class _TwoProducts(torch.autograd.Function):
         y, g, weight = ctx.saved_tensors
         d_block, d_context = grads
         d_y = _mapped_back(d_block, weight, ctx.block_scale) if ctx.needs_input_grad[0] else None
-        d_g = _mapped_back(d_context, weight[ctx.skip :], ctx.context_scale) if ctx.needs_input_grad[1] else None
+        d_g = ctx.gradient.add(d_context, weight[ctx.skip :], ctx.context_scale) if ctx.needs_input_grad[1] else None
         target = ctx.sink.buffer if ctx.sink is not None else torch.empty_like(weight)
         multiply(d_block.t(), y, target)
         multiply(d_context.t(), g, target[ctx.skip :], add=True)
         if ctx.sink is not None:
             ctx.sink.written()
         d_weight = None if ctx.sink is not None else target
-        return (d_y, d_g, d_weight, None, None, None, *[None] * ctx.num_anchors)
+        return (d_y, d_g, d_weight, None, None, None, None, *[None] * ctx.num_anchors)
 
 
 def _mapped(x: Tensor, weight: Tensor, in_float8: bool) -> tuple[Tensor, Tensor | None]:

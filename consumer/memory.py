@@ -75,12 +75,13 @@ def estimate_of(config: Config, target: Mapping[str, Any], draft_vocab_size: int
     )
 
 
-def checkpoint_bytes(num_parameters: int, in_float32: bool, muon: bool) -> int:
+def checkpoint_bytes(num_parameters: int, muon: bool) -> int:
     """Bytes of a checkpoint, which are those of the state that a drafter hands over in memory (consumer/saver.py).
 
-    Weights, float32 masters of bfloat16 ones, and AdamW's two moments; of Muon, which takes nearly all weights, one.
+    Float32 masters, which bfloat16 weights are halves of, and AdamW's two moments; of Muon, which takes nearly all
+    weights, one.
     """
-    return num_parameters * ((4 if in_float32 else 2 + 4) + (4 if muon else 8))
+    return num_parameters * (4 + (4 if muon else 8))
 
 
 def require(found: MemoryEstimate, free_bytes: int, what: str) -> None:
@@ -117,7 +118,7 @@ def estimate(
     landing: a second copy of the pack, which the next one is copied into meanwhile. carried: micro-steps add up in one
     more float32 gradient.
     """
-    masters = 4 * parameters if value_bytes < 4 else 0
+    lower_halves = 2 * parameters if value_bytes < 4 else 0  # of the masters
     token = num_taps * hidden + (hidden if final_hidden else 0)
     pack = pack_tokens * (token * value_bytes + 9) * (2 if landing else 1)
     keys = block_rows + pack_tokens
@@ -130,7 +131,7 @@ def estimate(
     late = max(chunk + 2 * block_rows * hidden, backward)
     return MemoryEstimate(
         weights_bytes=parameters * 2 * value_bytes,
-        optimizer_bytes=masters + (12 if carried else 8) * parameters,
+        optimizer_bytes=lower_halves + (12 if carried else 8) * parameters,
         frozen_bytes=(embedding_rows + (0 if tied else head_rows)) * hidden * value_bytes,
         pack_bytes=pack,
         activations_bytes=(num_layers * layer + context) * value_bytes,

@@ -52,8 +52,8 @@ def self_check(step: TrainStep, tolerance: float) -> list[str]:
 
 
 def bytes_of_check(step: TrainStep) -> int:
-    """What the check keeps beside the step: its state, and the masters once more. Eager steps come on top."""
-    return sum(tensor.nbytes for tensor in _state(step)) + step.flat.masters.nbytes
+    """What the check keeps beside the step: its state, and the weights once more. Eager steps come on top."""
+    return sum(tensor.nbytes for tensor in [*_state(step), *step.flat.stored])
 
 
 def facts_of_check(config: Config, plan: Mapping[str, Any], world: int) -> str:
@@ -95,19 +95,23 @@ def _claims(step: TrainStep, tolerance: float, restore: Callable[[], None]) -> l
     worst, noise = _difference(eager, fast), _difference(eager, again)
     same = worst <= max(tolerance, NOISE_FACTOR * noise) and _difference(eager[:1], fast[:1]) <= tolerance
     claims = [(f"{STEPS} eager steps and {STEPS} replays give the same losses: {eager} and {fast}", same)]
-    before = step.flat.masters.clone()
+    before = [buffer.clone() for buffer in step.flat.stored]
     step.lr_factor.zero_()
     still = _losses(step, step.execute)
-    claims.append(("a learning rate of 0 leaves the weights unchanged", torch.equal(before, step.flat.masters)))
+    claims.append(("a learning rate of 0 leaves the weights unchanged", _equal(before, step.flat.stored)))
     claims.append((f"each step draws other anchors: losses {still} with weights that stay", len(set(still)) == STEPS))
     restore()
     step.execute()
-    claims.append(("a learning rate above 0 changes the weights", not torch.equal(before, step.flat.masters)))
+    claims.append(("a learning rate above 0 changes the weights", not _equal(before, step.flat.stored)))
     restore()
     step.pack.features.neg_()  # not a scale: the context is normed
     changed = _losses(step, step.execute)
     claims.append((f"another pack gives another loss: {fast[0]} and {changed[0]}", fast[0] != changed[0]))
     return claims
+
+
+def _equal(before: list[Tensor], now: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
 
 def _difference(wanted: list[float], found: list[float]) -> float:
@@ -127,8 +131,7 @@ def _losses(step: TrainStep, run: Callable[[], None]) -> list[float]:
 
 def _state(step: TrainStep) -> list[Tensor]:
     moments = [step.adamw.exp_avg, step.adamw.exp_avg_sq, *([step.muon.momentum] if step.muon else [])]
-    weights = [step.flat.masters] if step.flat.masters is step.flat.weights else [step.flat.masters, step.flat.weights]
-    return [*weights, *moments, *step.device_counters()]
+    return [*step.flat.stored, *moments, *step.device_counters()]
 
 
 def make_up(step: TrainStep) -> None:

@@ -21,7 +21,7 @@ from configs.schema import AnchorsConfig, LossConfig, OptimizerConfig
 from consumer.anchors import Anchors, lay_out_blocks, positions_in_document, random_keys, select_anchors
 from consumer.attention import dense_attention, document_attention
 from consumer.drafter import Attend, Drafter
-from consumer.flat import FlatWeights, MakeZeros
+from consumer.flat import FlatWeights, MakeZeros, joined
 from consumer.frozen_head import FrozenHead
 from consumer.host_copy import copy_all
 from consumer.loss import LossRule, LossTerms, default_gamma, head_loss
@@ -177,7 +177,7 @@ class TrainStep:
     def _update(self, sums: Tensor) -> None:
         """Clip, update and account, given the sums of all ranks: loss, weight, accept, blocks, correct, counted."""
         loss, weight = sums[0], sums[1]
-        norm = torch.linalg.vector_norm(self.flat.grads, dtype=self.flat.masters.dtype)
+        norm = torch.linalg.vector_norm(self.flat.grads, dtype=self.flat.wide)
         norm = torch.where(torch.isfinite(loss), norm, loss).to(torch.float32)
         norm = set_clip(self.control, norm, weight, self._config.clip_norm, self.armed)
         self.control.count_update(self.updates, self._config.betas)
@@ -266,19 +266,22 @@ class TrainStep:
         return state
 
     def shared_state(self) -> list[Tensor]:
-        """Everything that the ranks must have alike when they start: masters, moments, counters. Views, not copies."""
+        """Everything that the ranks must have alike when they start: masters, moments, counters. Views, not copies.
+
+        What no collective knows (int16) is given as bytes.
+        """
         moments = [self.adamw.exp_avg, self.adamw.exp_avg_sq, *([self.muon.momentum] if self.muon else [])]
-        return [self.flat.masters, *moments, self.number, self.updates]
+        stored = [each.view(torch.uint8) if each.dtype == torch.int16 else each for each in self.flat.stored]
+        return [*stored, *moments, self.number, self.updates]
 
     def adopt(self) -> None:
         """Follow what was copied into `shared_state`."""
-        self.flat.refresh()
         self.step = int(self.number)
 
     def _state_views(self) -> dict[str, dict[str, Tensor]]:
         flat, views = self.flat, {}
-        if flat.masters is not flat.weights:
-            views["master"] = flat.named_views(flat.masters)
+        if flat.low is not None:
+            views["master_low"] = flat.named_views(flat.low)
         first = self.adamw.part.start
         for prefix, buffer in (("exp_avg", self.adamw.exp_avg), ("exp_avg_sq", self.adamw.exp_avg_sq)):
             views[prefix] = flat.named_views(buffer, first=first)
@@ -291,12 +294,11 @@ class TrainStep:
         """Copy saved weights and state into the existing tensors. Raises KeyError or RuntimeError where they differ.
 
         Moments that the saved run did not have (another optimizer) start at zero; masters that it did not have are
-        its weights.
+        its weights. Masters saved whole, in float32, are taken as well.
         """
-        masters = self.flat.named_views(self.flat.masters).items()
-        pairs = [(view, state.get(f"master.{name}", drafter[name])) for name, view in masters]
+        pairs = self._load_masters(drafter, state)
         for prefix, views in self._state_views().items():
-            if prefix == "master":
+            if prefix == "master_low":
                 continue
             for name, view in views.items():
                 saved = state.get(f"{prefix}.{name}")
@@ -304,10 +306,24 @@ class TrainStep:
                 if saved is None:
                     view.zero_()
         copy_all(pairs)
-        self.flat.refresh()
         for counter, name in ((self.number, "step"), (self.updates, "updates"), (self.seed, "seed")):
             counter.copy_(state[name])
         self.step = int(state["step"])
+
+    def _load_masters(self, drafter: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Set the masters of which the saved form differs; return what is left to copy: where to, and from."""
+        flat, pairs = self.flat, []
+        for name, weight in flat.named_views(flat.weights).items():
+            saved, low = drafter[name], state.get(f"master_low.{name}")
+            if saved.shape != weight.shape:
+                raise RuntimeError(f"{name}: expected shape {tuple(weight.shape)}, got {tuple(saved.shape)}")
+            if flat.low is not None and low is not None:
+                pairs += [(weight, saved), (flat.view(flat.low, name), low)]
+            elif flat.low is None and low is None and f"master.{name}" not in state:
+                pairs.append((weight, saved))
+            else:
+                flat.set_master(name, joined(saved, low) if low is not None else state.get(f"master.{name}", saved))
+        return pairs
 
 
 class Reading:
@@ -353,10 +369,9 @@ class Carried:
 
     def __init__(self, flat: FlatWeights, block_size: int) -> None:
         """Start at zero."""
-        self.grads = torch.zeros_like(flat.masters)
-        self.sums = torch.zeros(
-            _NUM_SUMS - 3 + 2 * (block_size - 1), dtype=flat.masters.dtype, device=flat.grads.device
-        )
+        device = flat.grads.device
+        self.grads = torch.zeros(flat.size, dtype=flat.wide, device=device)
+        self.sums = torch.zeros(_NUM_SUMS - 3 + 2 * (block_size - 1), dtype=flat.wide, device=device)
 
     def add(self, grads: Tensor, sums: Tensor) -> None:
         """Add one micro-step's."""

@@ -70,7 +70,7 @@ def find_facts(config: Config, on_gpu: bool) -> Facts:
         _target_bytes(config, target, size, slot_bytes),
         step.total_bytes,
         str(step),
-        _checkpoint_bytes(config, target, on_gpu),
+        checkpoint_bytes(planned_shape(config, target).num_parameters, config.optimizer.name == "muon"),
     )
 
 
@@ -132,12 +132,6 @@ def _target_lines(target: TargetDescription, folder: TargetFolder, size: TargetS
         f"  {size.parameters / 1e9:.3f} billion parameters, {_gb(size.bytes)} in {target.dtype} "
         f"({_gb(size.files_bytes)} of files); read {reads}",
     ]
-
-
-def _checkpoint_bytes(config: Config, target: TargetDescription, on_gpu: bool) -> int:
-    precision = config.training.precision
-    in_float32 = precision == "float32" or (precision == "auto" and not on_gpu)
-    return checkpoint_bytes(planned_shape(config, target).num_parameters, in_float32, config.optimizer.name == "muon")
 
 
 def _drafter_lines(config: Config, target: TargetDescription) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from configs.load import ConfigError
 from consumer import float8
-from consumer.linear import ContextProjection, Projection
+from consumer.linear import ContextGradient, ContextProjection, Projection
 from consumer.setup import step_dtype
 
 GRAIN = 2.0**-4  # e4m3 has three bits behind the point
@@ -54,7 +54,7 @@ def gradients(in_float8: bool) -> list[torch.Tensor]:
     block = Projection(*linears)
     block.in_float8 = in_float8
     y, g = random(16, 64, seed=5).requires_grad_(), random(48, 64, seed=6).requires_grad_()
-    out = [*ContextProjection(block)(y, g), block(y)]
+    out = [*ContextProjection(block)(y, g, ContextGradient()), block(y)]
     loss = sum((value * random(*value.shape, seed=7)).sum() for value in out)
     return [*out, *torch.autograd.grad(loss, [y, g, *(linear.weight for linear in linears)])]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from configs.drafter_shape import FULL, DrafterShape
 from consumer.drafter import Drafter
-from consumer.flat import FlatWeights
+from consumer.flat import FlatWeights, joined, split
+from consumer.linear import ContextGradient
 from consumer.optimizer import AdamW, AdamWRule, Control, Muon, orthogonal, set_clip
 from consumer.schedule import Schedule
 
@@ -87,8 +90,8 @@ def test_adamw_equals_torch_adamw(decay):
 def test_t04_masters_move_where_bfloat16_weights_alone_would_not():
     drafter, flat = flat_of(torch.bfloat16)
     adamw = AdamW(flat, slice(0, flat.size), AdamWRule(), flat.num_matrix_elements)
-    flat.masters.fill_(1.0)
-    flat.refresh()
+    for name, _ in flat.named:
+        flat.set_master(name, torch.ones(()).expand(flat.view(flat.weights, name).shape))
     flat.grads.fill_(1.0)
     control, updates = ready(1e-3), torch.tensor(0)
     for _ in range(1000):
@@ -174,9 +177,18 @@ def test_bound_products_write_the_gradients_that_autograd_gives():
     for model in (drafter, plain):
         layer = model.layers[0]
         g = model.context(features)
-        qkv, kv = layer.self_attn.qkv_and_context(rows, g)
+        qkv, kv = layer.self_attn.qkv_and_context(rows, g, ContextGradient())
         out = layer.mlp.down(layer.mlp.gate_up(layer.self_attn.out(qkv[:, :16]))[:, :24])
         (out.sin().sum() + kv.cos().sum() + qkv.square().sum()).backward()
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(flat.view(flat.grads, name), parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+@hypothesis.given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1))
+def test_masters_come_back_from_their_halves_bit_for_bit_and_the_upper_one_is_the_nearest_bfloat16(values):
+    master = torch.tensor(values, dtype=torch.float32)
+    weight, low = split(master)
+    assert torch.equal(joined(weight, low).view(torch.int32), master.view(torch.int32))
+    nearest = (master - master.to(torch.bfloat16).float()).abs()
+    assert torch.equal((master - weight.float()).abs(), nearest)
