@@ -33,7 +33,7 @@ class Target:
         self.layers = cast(nn.ModuleList, trunk.layers)
         self.target_layer_ids = tuple(target_layer_ids)
         self.is_packed = False
-        self._recurrent: tuple[str, ...] = ()
+        self._recurrent: tuple[packed_recurrent.Recurrent, ...] = ()
         self._row_attention = str(trunk.config._attn_implementation)
         self._taken: dict[int, Tensor] = {}
         for number in self.target_layer_ids:

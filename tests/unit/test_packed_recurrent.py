@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from producer import packed_recurrent, selfcheck
 from producer.packed import BOUNDS, CannotPack
+from producer.packed_recurrent import Recurrent
 from producer.target import TargetError
 from producer.trunk import Target
 from tests.helpers.families import VOCAB, make_family
@@ -22,6 +28,11 @@ TAPS = (0, 2, 4)
 LENGTHS = (65, 1, 2, 130, 3, 64, 4, 63)
 HYBRIDS = ("qwen3_5", "qwen3_next")
 MODULE = "transformers.models.qwen3_5.modeling_qwen3_5"
+MODULES = (MODULE, "transformers.models.qwen3_next.modeling_qwen3_next")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="needs Triton and TRITON_INTERPRET=1 (tests/gpu runs the kernel on a GPU)",
+)
 
 
 def random_ids(lengths: Sequence[int]) -> Tensor:
@@ -59,9 +70,12 @@ def test_h10_another_first_document_changes_no_other(family: str) -> None:
         assert not torch.equal(one[0, : LENGTHS[0]], two[0, : LENGTHS[0]])
 
 
+@pytest.mark.parametrize("channels_side_by_side", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize(("taps", "activation"), [(4, "silu"), (2, None)])
-def test_the_convolution_is_torchs_of_each_document(taps: int, activation: str | None, biased: bool) -> None:
+@pytest.mark.parametrize(("taps", "activation"), [(4, "silu"), (2, None), (1, "swish"), (9, "silu")])
+def test_the_convolution_is_torchs_of_each_document(
+    taps: int, activation: str | None, biased: bool, channels_side_by_side: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(1, 6, sum(LENGTHS), generator=generator), torch.randn(6, taps, generator=generator)
     bias = torch.randn(6, generator=generator) if biased else None
@@ -71,8 +85,43 @@ def test_the_convolution_is_torchs_of_each_document(taps: int, activation: str |
     ]
     expected = torch.cat(parts, dim=-1)
     expected = F.silu(expected) if activation else expected
+    if channels_side_by_side:  # as the layers hand it over
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
     found = packed_recurrent.convolution(x, weight, bias, activation=activation)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert found.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiler_is_told_the_truth_about_the_convolution(dtype: torch.dtype, biased: bool) -> None:
+    BOUNDS.set(list(LENGTHS), CPU)
+    wide = torch.randn(1, sum(LENGTHS), 9, dtype=dtype)
+    bias = torch.randn(6, dtype=dtype) if biased else None
+    for x in (wide[:, :, :6], wide[:, :, :6].contiguous()):
+        words = (x, torch.randn(6, 4, dtype=dtype), bias, True)
+        torch.library.opcheck(packed_recurrent.packed_convolution, words)
+
+
+@interpreted
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 70), min_size=1, max_size=8), st.integers(1, 300), st.integers(2, 8), st.data(),
+)  # fmt: skip
+def test_the_kernel_is_the_plain_convolution(lengths: list[int], channels: int, taps: int, data: st.DataObject) -> None:
+    from producer import recurrent_kernels
+
+    biased, silu, half, gap = (data.draw(st.booleans(), name) for name in ("biased", "silu", "half", "gap"))
+    dtype, tolerance = (torch.bfloat16, 2e-2) if half else (torch.float32, 1e-5)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(1, sum(lengths), channels + 16 * gap, generator=generator).to(dtype)[:, :, :channels]
+    weight = torch.randn(channels, taps, generator=generator).to(dtype)
+    bias = torch.randn(channels, generator=generator).to(dtype) if biased else None
+    BOUNDS.set(lengths, CPU)
+    found = recurrent_kernels.convolve(x, weight, bias, BOUNDS.positions, silu)
+    expected = packed_recurrent.plain_convolution(x, weight, bias, silu)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_number_that_is_not_finite_stays_in_its_document() -> None:
@@ -80,6 +129,100 @@ def test_a_number_that_is_not_finite_stays_in_its_document() -> None:
     x[:, :, 4] = float("nan")
     BOUNDS.set([5, 3], CPU)
     assert packed_recurrent.convolution(x, torch.randn(6, 4))[:, :, 5:].isfinite().all()
+
+
+@pytest.fixture
+def rules_anew() -> Iterator[None]:
+    """Stand-ins made in a test see what the test has put in other functions' places, and no later test sees them."""
+    packed_recurrent._delta_rule_of.cache_clear()
+    yield
+    packed_recurrent._delta_rule_of.cache_clear()
+
+
+def grouped(heads: int, repeats: int) -> dict[str, Tensor]:
+    """What a layer gives its rule on LENGTHS: heads of queries and keys repeated, each `repeats` times in a row."""
+    BOUNDS.set(list(LENGTHS), CPU)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, sum(LENGTHS), heads * repeats)
+    few = [torch.randn(*shape[:2], heads, 8, generator=generator) for _ in range(2)]
+    query, key = (each.repeat_interleave(repeats, dim=2) for each in few)
+    value = torch.randn(*shape, 8, generator=generator)
+    g = -torch.rand(shape, generator=generator) * 0.1  # a state that lasts
+    return {"query": query, "key": key, "value": value, "g": g, "beta": torch.rand(shape, generator=generator)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.usefixtures("rules_anew")
+def test_heads_that_are_copies_may_be_left_out(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module(module)
+    asked: list[tuple[int, int, bool]] = []
+    delta_rule = packed_recurrent._delta_rule
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> Tensor:
+        asked.append((q.shape[2], k.shape[2], all(each.is_contiguous() for each in (q, k, v))))
+        return delta_rule(q, k, v, *words)
+
+    monkeypatch.setattr(packed_recurrent, "_delta_rule", watched)
+    words = grouped(heads=2, repeats=3)
+    expected, found, other = (
+        packed_recurrent._delta_rule_of(Recurrent(module, repeats))(**words, use_qk_l2norm_in_kernel=True)[0]
+        for repeats in (1, 3, 2)
+    )
+    assert asked == [(6, 6, True), (2, 2, True), (3, 3, True)]
+    assert torch.equal(found, expected)
+    assert selfcheck.row_difference(other[0].flatten(1), expected[0].flatten(1)) > 0.1  # the order of heads matters
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_rule_gets_no_copies_of_heads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked = packed_target(family), set()
+    delta_rule = packed_recurrent._delta_rule
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> Tensor:
+        asked.add((q.shape[2], k.shape[2], v.shape[2]))
+        return delta_rule(q, k, v, *words)
+
+    monkeypatch.setattr(packed_recurrent, "_delta_rule", watched)
+    target.forward_packed(random_ids(LENGTHS), list(LENGTHS))
+    assert asked == {(2, 2, 4)}
+
+
+def test_heads_are_left_out_only_where_it_is_known_that_they_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packed_recurrent._repeats
+    repeats = {packed_recurrent.REPEAT}
+    assert known(SimpleNamespace(num_k_heads=2, num_v_heads=6), repeats) == 3
+    assert known(SimpleNamespace(num_k_heads=2, num_v_heads=6), ()) == 1
+    assert known(SimpleNamespace(num_k_heads=4, num_v_heads=6), repeats) == 1
+    assert known(SimpleNamespace(num_v_heads=6), repeats) == 1
+    target = Target(make_family("qwen3_5"), TAPS)
+    kinds = target.trunk.config.layer_types
+    monkeypatch.setattr(packed_recurrent, "REPEAT", packed_recurrent.CONVOLUTION)  # so that every release repeats
+    assert packed_recurrent.modules_of(target.layers, kinds) == (Recurrent(MODULE, 2),)
+    linear: Any = target.layers[1].linear_attn
+    linear.num_k_heads = 1
+    assert packed_recurrent.modules_of(target.layers, kinds) == (Recurrent(MODULE, 1),)
+
+
+@pytest.mark.usefixtures("rules_anew")
+def test_on_a_gpu_the_library_gets_few_heads_of_unit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = grouped(heads=2, repeats=3)
+    expected = packed_recurrent._delta_rule_of(Recurrent(MODULE, 1))(**words, use_qk_l2norm_in_kernel=True)[0]
+    packed_recurrent._delta_rule_of.cache_clear()
+
+    def library(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> tuple[Tensor, None]:
+        assert q.shape[2] == k.shape[2] == 2
+        assert not words["use_qk_l2norm_in_kernel"]
+        for rows in (q, k):
+            torch.testing.assert_close(rows.norm(dim=-1), torch.ones(rows.shape[:-1]), rtol=1e-5, atol=1e-5)
+        with monkeypatch.context() as cpu:
+            cpu.setattr(packed_recurrent, "flash_linear_attention", lambda: None)
+            return packed_recurrent._delta_rule(q, k, v, words["g"], words["beta"], False, MODULE), None
+
+    monkeypatch.setattr(packed_recurrent, "flash_linear_attention", lambda: library)
+    monkeypatch.setattr(packed_recurrent, "_chunk_indices", lambda _: None)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    found = packed_recurrent._delta_rule_of(Recurrent(MODULE, 3))(**words, use_qk_l2norm_in_kernel=True)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_equals_rows_and_the_modules_own_functions_are_back_after_a_forward() -> None:
