@@ -19,12 +19,16 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """What one program takes: `tokens` of `channels`, in steps of `rows` tokens, by `warps` warps."""
+    """What one program takes: `tokens` of `channels`, in steps of `rows` tokens, by `warps` warps.
+
+    One warp: each of its threads keeps 8 channels, so weights come in the layout of the states; with more warps they
+    would go through shared memory at each step.
+    """
 
     tokens: int = 64
-    rows: int = 16
+    rows: int = 4
     channels: int = 256
-    warps: int = 4
+    warps: int = 1
 
 
 TILE = Tile()
