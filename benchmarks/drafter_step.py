@@ -7,9 +7,9 @@ The clock runs from the start of one step to the start of the next (CUDA events;
 meets a warm chip at its power limit, then 20), with the pack already on the device. Variants: `captured` is what
 training runs (and, in the same process, `fp8`: the same with `precision: fp8`); `eager` the same lines launched one by
 one; `old` a twin of the pipeline that this one replaced (two create_block_mask calls a step, nothing compiled but the
-attention, eight values read by the host each step); `speculators` that project's 0.9.0 model, loss and optimizer
-(drafter_step_speculators.py; in the same process `speculators_mask_once`). bfloat16 products, float32 masters, AdamW,
-clip 1.
+attention, eight values read by the host each step); `speculators` that project's 0.9.0 model, loss and optimizer with
+its trainer's defaults (drafter_step_speculators.py; in the same process two variants in its favour). bfloat16 products,
+float32 masters, AdamW, clip 1.
 Data: documents of 2048 tokens, all supervised; K = 5 taps, L = 5 sliding layers of window 2048, B = 16.
 """
 

@@ -83,8 +83,9 @@ def collect(folder: Path, target: Path) -> None:
         if mine and theirs:
             summary[f"{name}.ratio_to_speculators"] = mine["step_ms"] / theirs["step_ms"]
             summary[f"{name}.peak_gb_speculators"] = theirs["peak_gb"]
-            if once := by.get((name, "speculators_mask_once")):
-                summary[f"{name}.ratio_to_speculators_mask_once"] = mine["step_ms"] / once["step_ms"]
+            for variant in ("speculators_log_rarely", "speculators_mask_once"):
+                if other := by.get((name, variant)):
+                    summary[f"{name}.ratio_to_{variant}"] = mine["step_ms"] / other["step_ms"]
         for variant in ("fp8", "eager", "old"):
             if (name, variant) in by:
                 summary[f"{name}.{variant}_step_ms"] = by[name, variant]["step_ms"]

@@ -1,11 +1,13 @@
 """speculators 0.9.0's own DFlash model, loss and optimizer, driven as its trainer drives them: autocast to bfloat16
-over float32 weights, loss "ce" fused, fixed exponential decay, clip 1, every metric read by the host each step.
+over float32 weights, loss "ce" fused, fixed exponential decay, clip 1.
 
+`speculators` is a step with its trainer's defaults (`log_freq` 1): its own step timer waits for the device at each
+mark, and the host reads every metric. `speculators_log_rarely` is a step that is not logged: no waiting, no reading.
 Batches are on the device already, and its fused loss is kept out of torch.compile, which on torch 2.11 does not take
 it. Each step draws its anchors and makes its block mask anew, as its trainer does: by its own compiled
 create_block_mask where that comes back from the compiler within STEP_MASK_LIMIT_S seconds (default 300; on torch 2.11
-ptxas takes over three minutes), else by torch's plain one; the result says which. Measured beside it, in its
-favour: the mask made once, before the clock starts (`speculators_mask_once`).
+ptxas takes over three minutes), else by torch's plain one; the result says which. `speculators_mask_once`: as
+`speculators_log_rarely`, with the mask made once, before the clock starts.
 """
 
 from __future__ import annotations
@@ -38,42 +40,72 @@ def speculators(name: str, size: Size, shape: DrafterShape) -> list[dict[str, An
 def _measured(size: Size, shape: DrafterShape, own_mask: MaskTrial) -> list[dict[str, Any]]:
     model, masks = make_model(shape, "simple_flex_attention")
     from speculators.losses import resolve_loss_config
-    from speculators.train.optimizers import build_optimizers
 
-    settings = SimpleNamespace(optimizer="adamw", lr=6e-4, weight_decay=0.0)
-    optimizers = build_optimizers(model, settings)
-    batch = make_batch(size)
     extra = {
-        "loss_config": resolve_loss_config("ce", "fused" if DEVICE.type == "cuda" else "eager"),
+        "loss_config": resolve_loss_config("ce", "fused"),
         "gamma": 7.0,
         "max_anchors": size.anchors,
         "per_position_loss_weight": "fixed-exp-decay",
     }
-    seen: dict[str, float] = {}
-
-    def run() -> None:
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            _, loss, metrics = model(**batch, **extra)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        seen.update({name: value.item() for name, value in metrics.items()})
-
+    run = TrainerStep(model, make_batch(size), extra)
     began = time.perf_counter()
     run()
     first_s = time.perf_counter() - began
     masks.each_step, masks.own = True, own_mask.came_back()
     run()  # compiles, from the cache, or torch's plain one
     results = []
-    for variant in ("speculators", "speculators_mask_once"):
-        masks.each_step = variant == "speculators"
+    for variant in ("speculators", "speculators_log_rarely", "speculators_mask_once"):
+        masks.each_step, run.logged = variant != "speculators_mask_once", variant == "speculators"
         torch.cuda.reset_peak_memory_stats()
         result = {"variant": variant} | timed(run) | memory() | {"first_step_s": round(first_s, 1)}
+        seen = {name: value.item() for name, value in run.metrics.items()}
         results.append(result | {"loss": seen["loss_sum"] / seen["loss_total"], "mask": masks.note})
     return results
+
+
+class TrainerStep:
+    """One step as its trainer's train_epoch does it, with its own optimizer, schedule and timer."""
+
+    def __init__(self, model: Any, batch: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        """`extra`: what its trainer passes to the model beside the batch."""
+        from speculators.train.optimizers import build_optimizers
+        from speculators.train.trainer import _StepTimer
+        from transformers import get_linear_schedule_with_warmup
+
+        self.model, self.batch, self.extra, self.logged = model, batch, extra, True
+        self.optimizers = build_optimizers(model, SimpleNamespace(optimizer="adamw", lr=6e-4, weight_decay=0.0))
+        self.schedules = [get_linear_schedule_with_warmup(optimizer, 10, 1000) for optimizer in self.optimizers]
+        self.timer, self.ended = _StepTimer(), time.perf_counter()
+        self.metrics: dict[str, torch.Tensor] = {}
+
+    def __call__(self) -> None:
+        """Do it."""
+        device, timer = self.batch["input_ids"].device, self.timer
+        timer.reset(self.logged)
+        timer.mark_value("start", self.ended)
+        timer.mark("queue")
+        timer.mark("pre_h2d")
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            timer.mark("fetch")
+            _, loss, metrics = self.model(**self.batch, **self.extra)
+        timer.mark("fwd")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        timer.mark("pre_clip")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        metrics["error_records_sum"] = torch.tensor(0.0, device=device)
+        metrics["error_records_total"] = torch.tensor(1.0, device=device)
+        timer.mark("bwd")
+        for stepper in (*self.optimizers, *self.schedules):
+            stepper.step()
+        timer.mark("opt")
+        self.ended = timer.now() or time.perf_counter()
+        if self.logged:
+            timer.profile(int((self.batch["document_ids"] != -1).sum().item()))
+            for value in metrics.values():
+                value.item()
+        self.metrics = metrics
 
 
 class MaskTrial:

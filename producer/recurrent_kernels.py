@@ -25,8 +25,8 @@ class Tile(NamedTuple):
     would go through shared memory at each step.
     """
 
-    tokens: int = 64
-    rows: int = 4
+    tokens: int = 32
+    rows: int = 8
     channels: int = 256
     warps: int = 1
 

@@ -41,13 +41,15 @@ def test_the_summary_has_the_agreed_keys(tmp_path):
             run |= {"tflops": 1.0, "tflops_executed": 0.9, "peak_gb": 3.0, "breakdown": {"busy_pct": 99.0}}
             (tmp_path / f"step_{shape}_{variant}.json").write_text(json.dumps(run))
             if variant == "speculators":
-                once = run | {"variant": "speculators_mask_once", "step_ms": 80.0}
-                (tmp_path / f"step_{shape}_speculators_mask_once.json").write_text(json.dumps(once))
+                for other in ("speculators_log_rarely", "speculators_mask_once"):
+                    faster = run | {"variant": other, "step_ms": 80.0}
+                    (tmp_path / f"step_{shape}_{other}.json").write_text(json.dumps(faster))
     collect(tmp_path, tmp_path / "out.json")
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     for shape in SIZES:
         for key in ("step_ms", "ratio_to_speculators", "tflops", "peak_gb", "peak_gb_speculators"):
             assert f"{shape}.{key}" in summary
         assert summary[f"{shape}.ratio_to_speculators"] == 0.5
+        assert summary[f"{shape}.ratio_to_speculators_log_rarely"] == 0.625
         assert summary[f"{shape}.ratio_to_speculators_mask_once"] == 0.625
     assert summary["busy_pct"] == 99.0
