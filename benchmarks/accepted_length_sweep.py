@@ -117,6 +117,10 @@ class Bench:
             "mask_token_id": MASK_TOKEN, "vocab_size": described["vocab_size"],
         }  # fmt: skip
 
+    def shape_of(self, config: Config) -> DrafterShape:
+        """The drafter that a configuration asks for, for this target."""
+        return drafter_shape(config.drafter, self._described, None)
+
     def run(
         self, trial: Trial, sets: dict[str, list[Text]], deadline: float, decoding: Decoding | None = None
     ) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class Bench:
         own = self.sizes.settings
         settings = {name: part | own.get(name, {}) | trial.change.get(name, {}) for name, part in BASE.items()}
         config = Config.model_validate(settings)
-        shape = drafter_shape(config.drafter, self._described, None)
+        shape = self.shape_of(config)
         packs = self.packs[: max(1, int(trial.share * len(self.packs)))]
         steps = int(self.sizes.steps * trial.steps_factor)
         if trial.theirs:
