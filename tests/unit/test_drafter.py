@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from configs.drafter_shape import FULL, SLIDING, DrafterShape, layer_types_of
 from consumer.anchors import Anchors, lay_out_blocks, positions_in_document
 from consumer.attention import dense_attention, document_attention, flex_attention_of
 from consumer.drafter import Drafter
+from consumer.linear import ContextGradient, ContextProjection, Projection
 
 MASK, EPS, THETA = 3, 1e-6, 500.0
 
@@ -197,3 +199,25 @@ def test_num_parameters_counts_them():
 def test_impossible_shapes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         shape_of(**changes)
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_the_contexts_gradient_is_the_sum_over_all_that_read_it(in_float8):
+    generator = torch.Generator().manual_seed(0)
+    linears = [nn.Linear(32, 32, bias=False) for _ in range(6)]
+    g, plain = (torch.randn(16, 32, generator=generator).requires_grad_() for _ in range(2))
+    plain.data.copy_(g.data)
+    rows = torch.randn(16, 32, generator=generator)
+    shared = ContextGradient()
+    total = plain_total = torch.zeros(())
+    for number in range(3):
+        block = Projection(linears[2 * number], linears[2 * number + 1])
+        block.in_float8 = in_float8
+        total = total + ContextProjection(block)(rows, g, shared)[1].square().sum() * (number + 1)
+        apart = ContextProjection(block)(rows, plain, ContextGradient())[1]
+        plain_total = plain_total + apart.square().sum() * (number + 1)
+    for loss in (total, plain_total):
+        loss.backward()
+    torch.testing.assert_close(g.grad, plain.grad, rtol=1e-5, atol=1e-5)
+    assert shared.total is None
+    assert shared.users == 0
