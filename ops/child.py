@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ops.changes import NewSettings
 from ops.control import LAUNCHER_ENV, READY_STATES, launcher_mark, ready_mark
 from ops.devices import Placement
 from ops.errors import OpsError
@@ -50,7 +51,11 @@ class Child:
         self.not_before = 0.0
         self.started_at = 0.0
         self.ready_at: float | None = None
+        self.got_ready = False
+        """In the present life, or the last one if it has left; a life that left at once may have told by its mark."""
         self.was_ever_ready = False
+        self.new_settings: NewSettings | None = None
+        """Those that this life was started with, until all who were restarted for them are ready."""
         self.kill_at = 0.0
         self.killed = False
         self.restart_asked = False
@@ -104,7 +109,7 @@ class Child:
         self.reply = {}
         self.exit_code = None
         self.ready_at = None
-        self.restart_asked = self.killed = False
+        self.got_ready = self.restart_asked = self.killed = False
         self.started_at = time.monotonic()
         self.state = STARTING
 
@@ -117,7 +122,8 @@ class Child:
             return None
         kill_session(process.pid)  # before it is reaped, so that the number cannot belong to anyone else
         self.exit_code = process.wait()
-        self.was_ever_ready |= self._left_ready_mark(process.pid)
+        self.got_ready |= self._left_ready_mark(process.pid)
+        self.was_ever_ready |= self.got_ready
         self._process = None
         return self.exit_code
 

@@ -17,10 +17,10 @@ from typing import Any
 from configs.cores import usable_cores
 from configs.load import ConfigError
 from configs.schema import Config
-from ops.changes import change_live, change_on_restart
-from ops.child import Child
+from ops.changes import NewSettings, change_live, change_on_restart, put_back, values_of
+from ops.child import STARTING, WAITING, Child
 from ops.devices import threads_of
-from ops.errors import OpsError, Refused
+from ops.errors import NoAnswer, NotRunning, OpsError, Refused
 from ops.hosts import Hosts
 from ops.messages import Request, Server, ask
 from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dir, socket_path
@@ -48,6 +48,8 @@ class Commander:
         self._rings: Sequence[Ring] = ()
         self._rates: dict[str, Rates] = {}
         self._rings_lock = threading.Lock()
+        self._config_lock = threading.Lock()
+        self._num_restarts = 0
         runtime_dir(run_dir, create=True)
         self._server = Server(socket_path(run_dir, LAUNCHER), self._handle)
 
@@ -93,6 +95,7 @@ class Commander:
             "processes": [each | _packs(each, rings) for each in supervisor.describe()] if supervisor else [],
             "rings": rings,
             "hosts": self._hosts.others(),
+            "refused": vars(supervisor.refusal) if supervisor and supervisor.refusal else None,
         }
 
     def _handle(self, request: Request) -> dict[str, Any]:
@@ -119,7 +122,8 @@ class Commander:
         if request.command == "checkpoint":
             return _pass_on(supervisor.side(DRAFTER), "checkpoint")
         if request.command == "set":
-            self.config, values = change_live(self.run_dir, self.config, overrides)
+            with self._config_lock:
+                self.config, values = change_live(self.run_dir, self.config, overrides)
             return _pass_on(supervisor.children, "set", **values) | {"settings": values}
         raise Refused(f"the launcher does not know the command {request.command!r}")
 
@@ -134,12 +138,31 @@ class Commander:
             raise Refused(
                 "restart with --set: the hosts' configurations would differ; stop the run, start all hosts anew"
             )
-        self.config = change_on_restart(self.run_dir, self.config, overrides, role)
-        for child in supervisor.side(role) if overrides else ():  # not read from config.yaml, but set for the next life
-            child.placement = replace(child.placement, threads=threads_of(self.config, role, usable_cores()))
+        self._num_restarts += 1
         before = {child.name: child.pid for child in supervisor.side(role)}
-        accepted = supervisor.want_restart(role, rank)
-        return {"accepted": [child.name for child in accepted], "pids": before}
+        with self._config_lock:
+            settings = self._new_settings(supervisor, role, rank, overrides) if overrides else None
+            accepted = supervisor.want_restart(role, rank, settings)
+        return {"accepted": [child.name for child in accepted], "pids": before, "number": self._num_restarts}
+
+    def _new_settings(self, supervisor: Supervisor, role: str, rank: int | None, overrides: list[str]) -> NewSettings:
+        """Change config.yaml for a restart, and say how that is undone."""
+        before = values_of(self.config, overrides)
+
+        def undo(values: dict[str, Any]) -> None:
+            with self._config_lock:
+                self.config = put_back(self.run_dir, self.config, values)
+                self._set_threads(supervisor, role)
+
+        names = frozenset(child.name for child in supervisor.of_restart(role, rank))
+        self.config = change_on_restart(self.run_dir, self.config, overrides, role)
+        self._set_threads(supervisor, role)
+        return NewSettings((self._num_restarts,), names, before, values_of(self.config, overrides), undo)
+
+    def _set_threads(self, supervisor: Supervisor, role: str) -> None:
+        """Give a side its number of threads: not read from config.yaml, but from the environment of the next life."""
+        for child in supervisor.side(role):
+            child.placement = replace(child.placement, threads=threads_of(self.config, role, usable_cores()))
 
 
 def _packs(process: dict[str, Any], rings: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -157,20 +180,32 @@ def for_others(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pass_on(children: Sequence[Child], command: str, **args: Any) -> dict[str, Any]:
-    """Send a command to living processes; returns who acknowledged and who did not, with the reason."""
+    """Send a command to the processes; returns who acknowledged, who follows later, and who did not, with the reason.
 
-    def tell(child: Child) -> str:
+    One that is just starting, or about to, cannot hear it: it reads settings from config.yaml after that, and is paused
+    or resumed by the supervisor when it is ready. A checkpoint is not asked for later.
+    """
+
+    def tell(child: Child) -> str | None:
         try:
+            if child.pid is None:
+                raise NotRunning(f"{child.name} is {child.state}")
             ask(child.socket, command, _CHILD_ACK_S, **args)
+        except NotRunning as error:
+            return f"{error}; ask again when it is ready" if command == "checkpoint" else None
+        except NoAnswer as error:
+            is_loading = child.state == STARTING and command in ("pause", "resume")
+            return None if is_loading else str(error)
         except OpsError as error:
             return str(error)
         return ""
 
-    living = [child for child in children if child.pid is not None]
-    with ThreadPoolExecutor(max(1, len(living))) as pool:  # at once: meanwhile nobody is answered here
-        faults = dict(zip((child.name for child in living), pool.map(tell, living), strict=True))
+    concerned = [child for child in children if child.pid is not None or child.state == WAITING]
+    with ThreadPoolExecutor(max(1, len(concerned))) as pool:  # at once: meanwhile nobody is answered here
+        faults = dict(zip((child.name for child in concerned), pool.map(tell, concerned), strict=True))
     return {
-        "done": [name for name, fault in faults.items() if not fault],
+        "done": [name for name, fault in faults.items() if fault == ""],
+        "later": [name for name, fault in faults.items() if fault is None],
         "failed": {name: fault for name, fault in faults.items() if fault},
     }
 

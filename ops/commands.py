@@ -96,14 +96,17 @@ def stop(run_dir: Path) -> str:
 
 
 def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float) -> list[str]:
-    """Restart one side and wait until it is ready again; returns a line per process. Raises Refused, NoAnswer."""
+    """Restart one side and wait until it is ready again; returns a line per process. Raises Refused, NoAnswer.
+
+    Refused too, with the process's exit code, where it did not start with the new settings and came back with the old.
+    """
     role, colon, rank = which.partition(":")
     if role not in (TARGET, DRAFTER) or (colon and (role != TARGET or not rank.isdigit())):
         raise Refused(f"restart {which!r}: expected drafter, target or target:K")
     began = time.monotonic()
     reply = command(run_dir, "restart", role=role, rank=int(rank) if colon else None, set=list(overrides))
     waiting = {name: reply["pids"].get(name) for name in reply["accepted"]}
-    lines = []
+    lines, refusal = [], None
     while waiting:
         if time.monotonic() - began > limit_s:
             raise NoAnswer(f"{', '.join(waiting)} not ready again within {limit_s:g} s; see {run_dir}/logs")
@@ -111,9 +114,11 @@ def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float)
             raise NoAnswer(f"the run ended while {', '.join(waiting)} restarted ({past_state(run_dir)})")
         time.sleep(_POLL_S)
         try:
-            now = {process["name"]: process for process in status(run_dir)["processes"]}
+            values = status(run_dir)
         except NoAnswer:  # a launcher that is busy for a while; `limit_s` ends the wait
             continue
+        now = {process["name"]: process for process in values["processes"]}
+        refusal = values.get("refused") or refusal
         for name, old in list(waiting.items()):
             process = now.get(name, {"pid": None})
             if process["pid"] not in (None, old) and process["state"] == "running":
@@ -121,6 +126,10 @@ def restart(run_dir: Path, which: str, overrides: Sequence[str], limit_s: float)
                     f"{name}: pid {old} -> {process['pid']}, ready again after {time.monotonic() - began:.1f} s"
                 )
                 del waiting[name]
+    if refusal is not None and reply["number"] in refusal["numbers"]:
+        refused = Refused(refusal["line"])
+        refused.exit_code = refusal["exit_code"]
+        raise refused
     return lines
 
 
@@ -132,7 +141,8 @@ def passed_on(reply: dict[str, Any], name: str) -> list[str]:
         return [
             f"checkpoint: asked {', '.join(reply['done'])}; 'checkpoint | step=...' in the log says when it is saved"
         ]
-    return [f"{name}: {', '.join(reply['done']) or 'no process is there to hear it'}"]
+    later = [f"{who} when it is ready" for who in reply["later"]]
+    return [f"{name}: {', '.join(reply['done'] + later) or 'no process is there to hear it'}"]
 
 
 def clean() -> list[str]:

@@ -7,6 +7,8 @@ the thread that started them). A second thread asks them for their status, so th
          ^            |          |
          '-- back-off-+--crash---'      codes 2, 3, 5, a death in the first start, or too many restarts end the run
 
+A side that leaves so while starting with settings that are new to it gets those of before back, and starts with them.
+
 All drafters, of all hosts, live and end together, since they reduce gradients together: one common time is a life
 (ops/hosts.py). If one dies the others here are killed at once (they wait for it and cannot save), the life is over for
 every host, and the next begins when all drafters are gone everywhere.
@@ -25,6 +27,7 @@ from typing import Any
 
 from configs.schema import Config
 from configs.targets import TARGETS_ENV, Targets
+from ops.changes import NewSettings, Refusal, in_words
 from ops.child import FINISHED, RUNNING, STARTING, STOPPED, STOPPING, WAITING, Child, exit_words
 from ops.devices import Map
 from ops.errors import ChildFailed, OpsError
@@ -61,6 +64,10 @@ class Supervisor:
         self.config = config
         self.paused = False
         self.failure: ChildFailed | None = None
+        self.refusal: Refusal | None = None
+        """The latest one."""
+        self.new_settings: dict[str, NewSettings] = {}
+        """By role: those that not all who were restarted for them have become ready with."""
         self.children = [
             Child(place, modules.target if place.role == TARGET else modules.drafter, run_dir)
             for place in places.placements
@@ -124,10 +131,19 @@ class Supervisor:
         """The processes of one role."""
         return [child for child in self.children if child.placement.role == role]
 
-    def want_restart(self, role: str, rank: int | None = None) -> list[Child]:
-        """Ask for a restart of one side, or of one target; done by the next tick(). From any thread."""
-        children = [c for c in self.side(role) if role == DRAFTER or rank in (None, c.placement.rank)]
+    def of_restart(self, role: str, rank: int | None = None) -> list[Child]:
+        """The processes that a restart of one side, or of one target, concerns."""
+        return [child for child in self.side(role) if role == DRAFTER or rank in (None, child.placement.rank)]
+
+    def want_restart(self, role: str, rank: int | None = None, settings: NewSettings | None = None) -> list[Child]:
+        """Ask for a restart of one side, or of one target; done by the next tick(). From any thread.
+
+        `settings`: what config.yaml has newly, put back if a process leaves before it is ready with them.
+        """
+        children = self.of_restart(role, rank)
         with self._wanted_lock:
+            if settings is not None:
+                self.new_settings[role] = settings.after(self.new_settings.get(role))
             self._wanted_restarts += [child.name for child in children]
         return children
 
@@ -169,6 +185,7 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         again = child.started_at > 0
         child.extra_environment = self._environment(child)
+        child.new_settings = self.new_settings.get(child.placement.role)
         try:
             child.spawn()
         except OSError as error:  # no more processes, no log file: what runs is stopped in order
@@ -233,14 +250,22 @@ class Supervisor:
         while not self._closing.is_set():
             for child in self.children:
                 child.refresh()
+                self._settle(child)
             starting = any(child.state == STARTING for child in self.children)
             self._closing.wait(_WATCH_START_S if starting else _WATCH_EVERY_S)
+
+    def _settle(self, child: Child) -> None:
+        """Pause or resume a process that was too busy to hear of it; `paused` is what was asked for last."""
+        said = child.reply
+        if child.state == RUNNING and said.get("pid") == child.pid and said.get("paused", self.paused) != self.paused:
+            _try(child, "pause" if self.paused else "resume")
 
     def _look_at_start(self, child: Child, now: float) -> None:
         if child.reports_ready:
             child.state = RUNNING
             child.ready_at = now
-            child.was_ever_ready = True
+            child.got_ready = child.was_ever_ready = True
+            self._keep_settings(child.placement.role)
             self._out.say(f"{child.name} is ready after {now - child.started_at:.1f} s")
             if was_paused := self.paused:
                 _try(child, "pause")
@@ -258,6 +283,8 @@ class Supervisor:
             child.state = WAITING
         elif (child.state == STOPPING and not child.restart_asked) or self.failure is not None:
             child.state = STOPPED
+        elif child.new_settings and not child.got_ready and code > 0 and code != PEER_LOST:
+            self._put_back(child, child.new_settings, code)
         elif code == 0 and child.work_is_done:
             child.state = FINISHED
             self._out.say(f"{child.name} has finished")
@@ -273,6 +300,40 @@ class Supervisor:
             self._fail(child, f"left with {exit_words(code)} after {limit} restarts (supervisor.max_restarts)", 4)
         else:
             self._restart_after_crash(child, code)
+
+    def _keep_settings(self, role: str) -> None:
+        """Once all who were restarted for new settings are ready with them, these are settings like others."""
+        with self._wanted_lock:
+            new = self.new_settings.get(role)
+            if new and all(c.new_settings is new and c.got_ready for c in self.side(role) if c.name in new.names):
+                del self.new_settings[role]
+                for child in self.side(role):
+                    child.new_settings = None
+
+    def _put_back(self, child: Child, refused: NewSettings, code: int) -> None:
+        """Start it again, with the settings of before where nobody has put them back or changed them again already."""
+        child.state, child.not_before = WAITING, time.monotonic()
+        role = child.placement.role
+        with self._wanted_lock:
+            if self.new_settings.get(role) is not refused:
+                return
+            del self.new_settings[role]
+        why = (child.log_tail(1) or ["its log does not say why"])[0].strip()
+        line = f"{child.name} refused {in_words(refused.now)} ({exit_words(code)}): {why}"
+        try:
+            refused.undo(refused.before)
+        except OSError as error:
+            self._fail(child, f"left with {exit_words(code)}, and config.yaml cannot be put back ({error})", code)
+            return
+        line += f"; the run goes on with {in_words(refused.before)}"
+        self.refusal = Refusal(refused.numbers, line, code if code in FINAL_CODES else 4)
+        self._out.warn(line)
+        if role == DRAFTER:
+            self._bring_along(child)
+            return
+        for other in self.side(role):
+            if other is not child and other.new_settings is refused:
+                self._restart(other, 0.0)
 
     def _killed_beside_a_ready_peer(self, child: Child, code: int) -> bool:
         """Whether a signal ended it while others show that the same program does start: no reason to end the run."""

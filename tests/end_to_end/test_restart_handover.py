@@ -13,6 +13,7 @@ import torch
 from configs.run_files import newest_step
 from consumer.checkpoint import read_checkpoint
 from ops import commands
+from ops.errors import Refused
 from shm_ring.names import SHM_DIR, state_name
 from tests.helpers.tiny_run import LIMIT_S, Tiny, planned_packs
 
@@ -65,7 +66,10 @@ def test_a_run_restarted_and_killed_in_between_equals_an_unbroken_one(runs: tupl
 
     folder.rename(run.dir / "aside")
     folder.touch()  # no folder: nothing can be saved, so what is handed over next is nowhere else
-    commands.restart(run.dir, "drafter", [], LIMIT_S)
+    with pytest.raises(
+        Refused, match=r"^drafter0 refused training.precision=fp8 \(code 2\): .*got cpu; use bfloat16; "
+    ):
+        commands.restart(run.dir, "drafter", ["training.precision=fp8"], LIMIT_S)
     run.wait_for(lambda: len(resumed(run)) == 2)
     handed = resumed(run)[1]
     assert handed[1] == memory

@@ -13,7 +13,7 @@ from ops.control import Control
 from ops.telemetry import Log, Metrics
 from shm_ring import Reader, Ring, ring_name
 from shm_ring.errors import RingEmpty, RingStopped
-from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, may_end, rest
+from tests.helpers.fake_run import SPEC, chatter, knobs, leave_at_start, may_end, rest, wait_unserved
 
 
 class Fake:
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
+    wait_unserved(f"drafter{arguments.rank}", arguments.run_dir)
     with Control.start(arguments.run_dir, "drafter", arguments.rank) as control:
         leave_at_start(f"drafter{arguments.rank}", arguments.run_dir)
         chatter(f"drafter{arguments.rank}")

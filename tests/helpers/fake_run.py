@@ -5,9 +5,11 @@ The fakes are real processes on the real ring, control and telemetry; only the m
   every        steps between its checkpoints (5)                 pack_s    duration of a target's pack (0)
   slow_stop    role that ignores a stop                          start_exit  {"target0": code} left with at start
   start_once   like start_exit, only in the first life           late_exit {"target0": code} left with at its 3rd pack
+  refuse       {"drafter0": ["optimizer", "lr", 0.5, code]} left with at start where that setting has that value
   save_s       duration of the last checkpoint (0)               chatter   lines of 200 characters to log at start (0)
   heldout      values of heldout.json                            prepare_exit  code of preparation
   start_s      {"target0": seconds} that its start takes      start_wait  names that wait for may_start() to begin
+  unserved     names that wait for may_start() before they have a control socket
   hold         true: the drafters' last step waits for may_end(), so that the run cannot end before a test is ready
 """
 
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from configs.load import load_config
 from shm_ring import Field, SlotSpec
 
 SPEC = SlotSpec((Field("input_ids", "int32", (16,)),), {"fake": 1})
@@ -39,6 +42,10 @@ def leave_at_start(name: str, run_dir: Path) -> None:
     if code is None and not mark.exists():
         code = asked.get("start_once", {}).get(name)
     mark.touch()
+    section, key, value, refusal = asked.get("refuse", {}).get(name, ("run", "name", "", 0))
+    if getattr(getattr(load_config(run_dir / "config.yaml"), section), key) == value:
+        print(f"{section}.{key}: {name} cannot do with {value}", flush=True)
+        sys.exit(int(refusal))
     if code is not None:
         for number in range(30):
             print(f"{name} line {number}")
@@ -49,8 +56,14 @@ def leave_at_start(name: str, run_dir: Path) -> None:
         rest(0.02)
 
 
+def wait_unserved(name: str, run_dir: Path) -> None:
+    """Stand for imports that take as long as a test wants."""
+    while name in knobs().get("unserved", ()) and not may_start(run_dir, name).exists():
+        rest(0.02)
+
+
 def may_start(run_dir: Path, name: str) -> Path:
-    """The file that a process of the knob `start_wait` waits for."""
+    """The file that a process of the knobs `start_wait` and `unserved` waits for."""
     return run_dir / f"{name}.may_start"
 
 

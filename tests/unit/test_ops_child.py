@@ -14,9 +14,10 @@ import pytest
 
 from ops.child import Child, child_environment
 from ops.commander import _pass_on
+from ops.commands import passed_on
 from ops.control import Control
 from ops.devices import Placement
-from ops.errors import NoAnswer, NoResource, Refused
+from ops.errors import NoAnswer, NoResource, NotRunning, OpsError, Refused
 from ops.locks import holder_pid
 from ops.messages import Server, ask, lock_of
 from ops.paths import log_path, socket_path
@@ -103,8 +104,44 @@ def test_a_command_is_passed_on_to_all_processes_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("ops.commander.ask", answer)
     assert _pass_on(children, "pause") == {
         "done": ["target0", "target2"],
+        "later": [],
         "failed": {"target1": "target1 is suspended"},
     }
+
+
+@pytest.mark.parametrize(
+    ("state", "silence", "command", "kind"),
+    [
+        ("starting", NotRunning, "pause", "later"),  # imports come before the socket
+        ("starting", NotRunning, "set", "later"),  # config.yaml, which it reads after that, has it
+        ("starting", NotRunning, "checkpoint", "failed"),
+        ("restarting", None, "pause", "later"),
+        ("restarting", None, "checkpoint", "failed"),
+        ("starting", NoAnswer, "resume", "later"),  # the supervisor tells it when it is ready
+        ("starting", NoAnswer, "set", "failed"),  # it may have read config.yaml before
+        ("running", NoAnswer, "pause", "failed"),
+        ("finished", None, "pause", ""),  # there is nothing to stand still
+    ],
+)
+def test_what_a_process_that_cannot_hear_a_command_does_later(
+    state: str, silence: type[OpsError] | None, command: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = Child(Placement("drafter", 0, None, 1), "none", tmp_path)
+    child.state = state
+    monkeypatch.setattr(Child, "pid", 1 if silence else None)
+
+    def refuse(*_: object) -> None:
+        assert silence is not None
+        raise silence("no answer")
+
+    monkeypatch.setattr("ops.commander.ask", refuse)
+    reply = _pass_on([child], command)
+    assert [name for name in ("done", "later", "failed") if reply[name]] == [kind] * bool(kind)
+    if kind == "later":
+        assert passed_on(reply, command) == [f"{command}: drafter0 when it is ready"]
+    if kind == "failed":
+        with pytest.raises(NoAnswer, match=r"^drafter0: "):
+            passed_on(reply, command)
 
 
 def test_what_a_process_warns_of_in_its_log_is_heard_once_and_whole(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.load import config_from
-from ops.child import Child
+from ops.child import RUNNING, Child
 from ops.devices import Map, Placement
 from ops.hosts import OneHost
 from ops.output import Output
@@ -74,3 +74,21 @@ def test_a_process_that_becomes_ready_while_all_are_resumed_does_not_stay_paused
     supervisor.paused = True
     supervisor._look_at_start(supervisor.children[0], 0.0)
     assert said == told
+
+
+@pytest.mark.parametrize("asked", ["pause", "resume"])
+def test_a_process_that_was_too_busy_to_hear_is_told_again(
+    asked: str, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ops.supervisor.ask", lambda _socket, command, _limit_s: said.append(command) or {})
+    monkeypatch.setattr(Child, "pid", 7)
+    child, supervisor.paused = supervisor.children[0], asked == "pause"
+    child.state = RUNNING
+    for reply in ({}, {"pid": 6, "paused": not supervisor.paused}, {"pid": 7, "paused": supervisor.paused}):
+        child.reply = reply
+        supervisor._settle(child)
+    assert said == [], "nothing known, another life, or as asked"
+    child.reply = {"pid": 7, "paused": not supervisor.paused}
+    supervisor._settle(child)
+    assert said == [asked]
