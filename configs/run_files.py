@@ -11,6 +11,7 @@ are not trained, so their packs are extracted again. Nothing else has to be reme
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -44,13 +45,21 @@ def read_plan(run_dir: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new file, never half of one."""
+    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new file, never half of one.
+
+    Raises OSError that names `path`, and leaves nothing beside it then.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def to_ranges(numbers: Iterable[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from ops.control import RESTART, Control, OpsError
+from ops.control import RESTART, Control, OpsError, file_fault
 from ops.telemetry import Log, complain
 
 
@@ -30,6 +30,8 @@ def main() -> int:
     except OpsError as error:
         complain(str(error))
         return error.exit_code
+    except OSError as error:
+        return _without_file(error, rank)
     with control:
         code = _run(arguments.run_dir, rank, control, log)
     on_several_gpus = _number("WORLD_SIZE") > 1 and _device().startswith("cuda")
@@ -37,6 +39,15 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(code)  # NCCL's orderly end waits for every graph that holds its collectives; the next life, for this
     return code
+
+
+def _without_file(error: OSError, rank: int) -> int:
+    """Say which file cannot be used and what to do; raises the error again where a restart may help."""
+    fault = file_fault(error)
+    if fault is None:
+        raise error
+    complain(f"drafter {rank}: {fault} and launch again: the run goes on from what is saved")
+    return 5
 
 
 def _number(variable: str) -> int:
@@ -88,6 +99,8 @@ def _run(run_dir: Path, rank: int, control: Control, log: Log) -> int:
     except torch.OutOfMemoryError as error:
         complain(f"drafter {rank}: out of GPU memory: {str(error).splitlines()[0]}")
         return 5
+    except OSError as error:
+        return _without_file(error, rank)
     log("left", reason=control.stop_reason or "done")
     return 0
 

@@ -20,7 +20,7 @@ from configs.schema import Config
 from ops.changes import NewSettings, change_live, change_on_restart, put_back, values_of
 from ops.child import STARTING, WAITING, Child
 from ops.devices import threads_of
-from ops.errors import NoAnswer, NotRunning, OpsError, Refused
+from ops.errors import NoAnswer, NoResource, NotRunning, OpsError, Refused, file_fault
 from ops.hosts import Hosts
 from ops.messages import Request, Server, ask
 from ops.paths import DRAFTER, LAUNCHER, TARGET, runtime_dir, socket_path
@@ -111,6 +111,8 @@ class Commander:
             return self._command(supervisor, request)
         except ConfigError as error:
             raise Refused("\n".join(error.problems)) from None
+        except OSError as error:  # config.yaml cannot be written: nothing is changed
+            raise NoResource(file_fault(error) or str(error)) from None
 
     def _command(self, supervisor: Supervisor, request: Request) -> dict[str, Any]:
         overrides = [str(each) for each in request.args.get("set", [])]
@@ -147,7 +149,9 @@ class Commander:
 
     def _new_settings(self, supervisor: Supervisor, role: str, rank: int | None, overrides: list[str]) -> NewSettings:
         """Change config.yaml for a restart, and say how that is undone."""
-        before = values_of(self.config, overrides)
+        old = self.config
+        self.config = change_on_restart(self.run_dir, old, overrides, role)
+        self._set_threads(supervisor, role)
 
         def undo(values: dict[str, Any]) -> None:
             with self._config_lock:
@@ -155,9 +159,8 @@ class Commander:
                 self._set_threads(supervisor, role)
 
         names = frozenset(child.name for child in supervisor.of_restart(role, rank))
-        self.config = change_on_restart(self.run_dir, self.config, overrides, role)
-        self._set_threads(supervisor, role)
-        return NewSettings((self._num_restarts,), names, before, values_of(self.config, overrides), undo)
+        before, now = values_of(old, overrides), values_of(self.config, overrides)
+        return NewSettings((self._num_restarts,), names, before, now, undo)
 
     def _set_threads(self, supervisor: Supervisor, role: str) -> None:
         """Give a side its number of threads: not read from config.yaml, but from the environment of the next life."""

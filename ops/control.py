@@ -20,6 +20,7 @@ from typing import Any
 
 from ops.errors import OpsError as OpsError  # what `start` raises, for both sides' __main__
 from ops.errors import Refused
+from ops.errors import file_fault as file_fault
 from ops.messages import Request, Server
 from ops.paths import label, runtime_dir, socket_path
 from ops.telemetry import complain

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+
+REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EROFS: "make it writable",
+    errno.EACCES: "make it readable and writable",
+    errno.EPERM: "make it readable and writable",
+    errno.EISDIR: "remove the folder that is in the file's place",
+    errno.ENOTDIR: "remove the file that is in a folder's place",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files",
+    errno.EIO: "check the disk",
+}
+"""What a user can do about what the operating system says of a file; the same happens again until it is done."""
+
 
 class OpsError(Exception):
     """Base of everything that ops raises on purpose; the message is one line, where, what and what to do."""
@@ -41,6 +58,15 @@ class NoResource(OpsError):
     """The machine lacks something: a device, a folder, memory."""
 
     exit_code = 5
+
+
+def file_fault(error: OSError) -> str | None:
+    """Word an error about a file that a restart does not mend, with what to do; None where a restart may."""
+    remedy = REMEDIES.get(error.errno or 0)
+    if remedy is None:
+        return None
+    where = error.filename2 or error.filename or "a file of the run"
+    return f"{where}: cannot be used ({error.strerror}); {remedy}"
 
 
 class ChildFailed(OpsError):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -391,12 +392,20 @@ class Supervisor:
         if self.failure is not None:
             return
         self._out.say(f"{child.name} {why}; its last lines (all: {log_path(child.run_dir, child.name)}):", "red")
-        self._out.block(child.log_tail())
+        self._out.block(child.log_tail() or [_no_words(child)])
         self.failure = ChildFailed(f"{child.name} {why}", code)
 
     def describe(self) -> list[dict[str, Any]]:
         """Status of every process."""
         return [child.describe() for child in self.children]
+
+
+def _no_words(child: Child) -> str:
+    """Say that a life has left no line, and why that may be: what a full disk does not take is lost."""
+    try:
+        return f"none; {shutil.disk_usage(child.run_dir).free / 1e6:,.1f} MB are free on the disk of {child.run_dir}"
+    except OSError as error:
+        return f"none; {child.run_dir} cannot be looked into ({error.strerror})"
 
 
 def _try(child: Child, command: str) -> None:
