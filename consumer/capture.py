@@ -5,6 +5,9 @@ more for micro-steps. They never run at the same time and leave nothing in it, s
 needs, which is captured first; all use the same streams, since memory is reused within a stream only. Inputs are the
 tensors of the TrainStep, which never move: packs are copied into them, checkpoints too. The eager twin is the same
 `on_device`, run line by line. A capture that fails leaves the eager path in place, with one line that says why.
+
+Several ranks agree after each capture, outside of it, and all go on without a graph where it failed on one: the runs
+before the next capture hold collectives, in which the others would wait for a rank that has given up.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from gpu.products import tuned
 
 WARM_UP_RUNS = 3
 Say = Callable[[str], None]
+Agree = Callable[[int], int]
+"""Returns the largest of all ranks' numbers; every rank calls it at the same place. `int`: one rank."""
 Result = TypeVar("Result")
 
 
@@ -37,6 +42,10 @@ class Pool(NamedTuple):
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
 
+class CaptureFailed(Exception):
+    """A capture failed on one rank at least, and all ranks know."""
+
+
 def prepare(
     step: TrainStep,
     compile_parts: bool,
@@ -45,6 +54,7 @@ def prepare(
     attention: Literal["auto", "flex", "intervals"] = "auto",
     tune: bool = True,
     memory: Path | None = None,
+    agree: Agree = int,
 ) -> bool:
     """Make `step.run` fast on its GPU; returns whether it replays a graph. Weights and counters stay as they are.
 
@@ -52,6 +62,9 @@ def prepare(
     minutes), `attention` is taken ("auto": attention_choice.py), and with `tune` the algorithms of the large bfloat16
     products are measured (products.py), or known from the folder `memory`; without, attention is dense and takes
     Q x (T + Q) memory. `say` hears of what did not work.
+
+    Several ranks: all replay graphs, or none. Raises what fails before the capture itself, where the others wait for
+    this rank's collectives and nothing but its end lets them go.
     """
     step.execute, step.execute_micro = step.on_device, step.micro_on_device
     if compile_parts:
@@ -65,8 +78,10 @@ def prepare(
     if not cuda_graph:
         return False
     try:
-        _capture_all(step)
+        _capture_all(step, agree)
     except Exception as error:  # any failure of the capture, whatever its type, has the same remedy
+        if step.reduction is not None and not isinstance(error, CaptureFailed):
+            raise
         torch.cuda.synchronize()
         reason = (str(error) or repr(error)).splitlines()[0]
         say(f"capture of the training step failed, going on without a CUDA graph (slower, same results): {reason}")
@@ -86,13 +101,13 @@ def each_size(step: TrainStep, work: Callable[[], Result]) -> dict[int, Result]:
     return results
 
 
-def _capture_all(step: TrainStep) -> None:
+def _capture_all(step: TrainStep, agree: Agree) -> None:
     """Capture the step with each number of anchors; from then on it replays the graph of the number that is set."""
     torch.cuda.empty_cache()  # what measuring products and an earlier graph held
     pool = Pool.new()
-    graphs = each_size(step, lambda: captured(step, step.on_device, pool))
+    graphs = each_size(step, lambda: captured(step, step.on_device, pool, agree))
     if step.carried is not None:
-        micro = each_size(step, lambda: captured(step, step.micro_on_device, pool))
+        micro = each_size(step, lambda: captured(step, step.micro_on_device, pool, agree))
         step.execute_micro = lambda: micro[step.num_anchors].replay()
     step.execute = lambda: graphs[step.num_anchors].replay()
 
@@ -112,18 +127,39 @@ def fast_pieces(head_dim: int, num_sizes: int = 1) -> Pieces:
     )
 
 
-def captured(step: TrainStep, work: Callable[[], None], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
+def captured(
+    step: TrainStep, work: Callable[[], None], pool: Pool | None = None, agree: Agree = int
+) -> torch.cuda.CUDAGraph:
     """Capture `work` of `step` and return the graph; trial runs before it compile and leave no trace in the state.
 
     `pool`: shared with other graphs of this step; None: one of its own.
 
     With several ranks their reduction is part of the graph, and all ranks capture at the same time. Only this thread is
-    held to what a capture allows then: NCCL's watchdog goes on looking at its events.
+    held to what a capture allows then: NCCL's watchdog goes on looking at its events. Raises CaptureFailed on all.
     """
-    return _trial(step, lambda: _captured(step, work, pool or Pool.new()))
+
+    def both() -> torch.cuda.CUDAGraph:
+        own = pool or Pool.new()
+        _warm_up(step, work, own)
+        return _on_all_or_none(lambda: _record(step, work, own), agree)
+
+    return _trial(step, both)
 
 
-def _captured(step: TrainStep, work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
+def _on_all_or_none(work: Callable[[], Result], agree: Agree) -> Result:
+    """Do what each rank does by itself; raises CaptureFailed on every rank if it failed on any."""
+    result: list[Result] = []
+    why = "it failed on another drafter"
+    try:
+        result.append(work())
+    except Exception as error:  # whatever it is, the others are to know of it first
+        why = str(error) or repr(error)
+    if agree(int(not result)):
+        raise CaptureFailed(why)
+    return result[0]
+
+
+def _warm_up(step: TrainStep, work: Callable[[], None], pool: Pool) -> None:
     stream, step.side_stream = pool.stream, step.side_stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -131,9 +167,12 @@ def _captured(step: TrainStep, work: Callable[[], None], pool: Pool) -> torch.cu
             work()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+
+
+def _record(step: TrainStep, work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     mode = "global" if step.reduction is None else "thread_local"
-    with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode=mode):
+    with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode=mode):
         work()
     return graph
 

@@ -211,7 +211,8 @@ class Trainer:
         """Capture the step on a GPU; where it does not compute what the eager lines do, go on with those."""
         say: Callable[[str], None] = lambda line: log("warning", detail=line)  # noqa: E731
         training, memory = config.training, self._run_dir / "compile_cache"
-        captured = prepare(self.step, training.compile, training.cuda_graph, say, memory=memory)
+        agree = self._ranks.largest
+        captured = prepare(self.step, training.compile, training.cuda_graph, say, memory=memory, agree=agree)
         wrong = self._check_step(memory / "self_check")
         for claim in wrong:
             log("warning", detail=f"start-up check failed, going on without a CUDA graph (slower): {claim}")

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from consumer.capture import prepare
 from consumer.distributed import AT_END, Offer, PeerLost, Place, Ranks, WhileBackward
 from consumer.staging import empty_pack
 from consumer.step import TrainStep
+from tests.helpers.fake_captures import FakeStep, fake_captures
 from tests.unit.test_step import overwrite, pack_of, step_of
 
 MEETING_LIMIT_S = 3600.0
@@ -94,6 +96,19 @@ def turns(ranks: Ranks) -> list[Any]:
     ]  # fmt: skip
 
 
+def captures(ranks: Ranks) -> list[Any]:
+    """What `prepare` makes of captures of two sizes that all succeed, or of which rank 1's first or second fails."""
+    found: list[Any] = []
+    for failing in (None, 0, 1):
+        said: list[str] = []
+        step = FakeStep()
+        with fake_captures(failing if ranks.rank == 1 else None) as done:
+            replays = prepare(step, False, True, said.append, agree=ranks.largest)  # type: ignore[arg-type]
+        found.append((replays, step.execute == step.on_device, len(done), said))
+        ranks.barrier()  # nobody is left behind in another meeting
+    return found
+
+
 def after_a_death(ranks: Ranks) -> str:
     """What rank 0 hears when rank 1 has been killed, in the midst of their meeting or before the next."""
     try:
@@ -119,6 +134,7 @@ def main() -> None:
             "overlapped": beside_the_backward_pass(ranks),
             "shared": shared(ranks),
             "turns": turns(ranks),
+            "captures": captures(ranks),
         }
         torch.save(found, f"{sys.argv[1]}.{ranks.rank}.pt")
         found["death"] = after_a_death(ranks)

@@ -14,8 +14,10 @@ import torch
 
 from configs.load import ConfigError
 from consumer import distributed
+from consumer.capture import prepare
 from consumer.distributed import RENDEZVOUS_ENV, RENDEZVOUS_S, Offer, PeerLost, Place, Ranks
 from ops.hosts import JOIN_S
+from tests.helpers.fake_captures import FakeStep, fake_captures
 from tests.helpers.ports import kept_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -80,6 +82,32 @@ def test_all_ranks_draw_the_same_conclusion_from_what_one_of_them_knows(both) ->
     assert end == (False, 6, (6,))
     assert (waits, stop, pause, checkpoint) == (True,) * 4
     assert both[1]["turns"] == [(None, (5,), 1.0), True, (False, None, (6,)), True, True, True]
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_of_them_without_a_graph_and_none_waiting(both) -> None:
+    words = "capture of the training step failed, going on without a CUDA graph (slower, same results): "
+    here, there = f"{words}operation not permitted when stream is capturing", f"{words}it failed on another drafter"
+    assert both[0]["captures"] == [(True, False, 2, []), (False, True, 1, [there]), (False, True, 2, [there])]
+    assert both[1]["captures"] == [(True, False, 2, []), (False, True, 0, [here]), (False, True, 1, [here])]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_fails_before_a_capture_ends_a_rank_that_others_wait_for_and_leaves_a_single_one_eager(
+    alone: bool,
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    step, said = FakeStep(), []
+    with fake_captures(warm_up=out_of_memory):
+        if alone:
+            step.reduction = None
+            assert not prepare(step, False, True, said.append)
+            assert said[0].endswith(": no room")
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                prepare(step, False, True, said.append, agree=pytest.fail)
+    assert step.execute == step.on_device
 
 
 def test_the_death_of_a_rank_is_noticed_by_the_others_long_before_a_meetings_limit(both) -> None:
