@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -34,13 +35,18 @@ def evaluate(path: Path, options: argparse.Namespace) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """Make the folder of results, before anything is measured. Raises ConfigError."""
+    """Try the folder of results before anything is measured, and leave no trace of that. Raises ConfigError."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
         raise ConfigError([f"--out: {folder} cannot be written: {error.strerror}; give another"]) from None
+    finally:
+        for place in made:  # innermost first; report.write makes them again
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def plan_of(options: argparse.Namespace) -> Plan:

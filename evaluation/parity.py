@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
+from configs.drafter_shape import SLIDING
 from consumer.export.folder import Exported, read_export
 from consumer.export.identity import identify, read_json
 from consumer.export.probe import ProbeInput, probe_input
@@ -61,7 +62,7 @@ def read_as_server(config: dict[str, Any]) -> Served:
     if "speculators_model_type" in config:
         layers = config["transformer_layer_config"]
         sliding = [kind == "sliding_attention" for kind in layers["layer_types"]]
-        causal = [here and not config["sliding_window_non_causal"] for here in sliding]
+        causal = [here and not config.get("sliding_window_non_causal", False) for here in sliding]
         block, mask = config["block_size"], config["mask_token_id"]
     else:
         layers, dflash = config, config["dflash_config"]
@@ -142,7 +143,8 @@ def verify(folder: Path, target: str) -> list[Finding]:
     head = whole if vocabulary is None else whole.reduced(list(vocabulary))
     served = read_as_server(read_json(folder / "config.json"))
     weights = {name: tensor.float() for name, tensor in exported.tensors.items()}
-    findings += [*_taps(exported), *_said_twice(exported), *_as_trained(exported, served)]
+    findings += [*_taps(exported), *_said_twice(exported), *_full_layers(exported)]
+    findings += _as_trained(exported, served)
     findings.append(_against_probe(exported, served, weights, whole.embedding, head.head))
     return [*findings, _against_target(exported, served, weights, place, head)]
 
@@ -202,6 +204,19 @@ def _said_twice(exported: Exported) -> list[Finding]:
         if len(set(values)) > 1:
             wrong.append(Finding(False, f"{key}: config.json and tensors must say one thing, got {values}"))
     return wrong or [Finding(True, "rope_theta, block size and dtype are the same wherever they stand")]
+
+
+def _full_layers(exported: Exported) -> list[Finding]:
+    """Of speculators' format with full layers alone: do both of its readers see the same causality?
+
+    speculators asks `sliding_window_non_causal` for sliding layers only; vLLM takes its opposite for all layers.
+    """
+    config = read_json(exported.path / "config.json")
+    if exported.format != "speculators" or SLIDING in exported.facts.shape.layer_types:
+        return []
+    said = config.get("sliding_window_non_causal", False)
+    wrong = "" if said else "; vLLM would serve these layers causal: set it to true"
+    return [Finding(bool(said), f"sliding_window_non_causal: expected true for full layers alone, got {said}{wrong}")]
 
 
 def _as_trained(exported: Exported, served: Served) -> list[Finding]:

@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from producer.corpus.conversation import BadRow, question_of
+
 CODE_REQUEST = "Complete the following Python function.\n\n```python\n{code}```"
 GSM_SEED = 20261130
 HELD_OUT_TEMPLATE = 5
@@ -135,6 +137,10 @@ def _from_file(path: Path) -> list[str]:
     return list(_rows(path))
 
 
+def _reason(bad: BadRow) -> str:
+    return bad.reason if str(bad) == bad.reason else f"{bad.reason}: {bad}"
+
+
 def _rows(path: Path) -> Iterator[str]:
     with path.open("rb") as lines:  # as bytes: a text may hold characters that text files are cut at
         for number, line in enumerate(lines, start=1):
@@ -144,21 +150,10 @@ def _rows(path: Path) -> Iterator[str]:
                 row = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
                 raise PromptError(f"{path}:{number}: not JSON in UTF-8: {error}") from None
-            text = _question(row) if isinstance(row, dict) else None
+            try:
+                text = question_of(row) if isinstance(row, dict | list) else None
+            except BadRow as bad:
+                raise PromptError(f"{path}:{number}: this row cannot be read: {_reason(bad)}") from None
             if text is None:
                 raise PromptError(f"{path}:{number}: expected `prompt`, or a conversation that a user begins")
             yield text
-
-
-def _question(row: dict[str, Any]) -> str | None:
-    """The user's words of a row: a field of its own, or a conversation's first turn; None if it has neither."""
-    for key in ("prompt", "question", "instruction"):
-        if isinstance(row.get(key), str):
-            return str(row[key])
-    for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
-        turns = row.get(key)
-        if isinstance(turns, list):
-            spoken = [turn for turn in turns if isinstance(turn, dict) and turn.get(role) != "system"]
-            if spoken and spoken[0].get(role) in ("user", "human") and isinstance(spoken[0].get(content), str):
-                return str(spoken[0][content])
-    return None

@@ -104,6 +104,8 @@ def read_export(folder: Path) -> Exported:
     except ValueError as error:  # an impossible shape
         raise ExportError(f"{config_file}: {error}") from None
     tensors = _read_tensors(folder)
+    if name == "speculators":
+        speculators.check_sizes(config, tensors, facts.shape.vocab_size, str(folder))
     if facts.shape.draft_vocab_size is not None:
         facts = replace(facts, draft_vocab=speculators.draft_vocabulary(tensors, str(folder)))
     own = {key: tensor for key, tensor in tensors.items() if key not in _BEYOND_DRAFTER}

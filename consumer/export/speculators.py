@@ -107,6 +107,18 @@ def vocabulary_tensors(draft_vocab: tuple[int, ...], head_rows: Tensor, vocab_si
     return {"d2t": ids - torch.arange(len(draft_vocab)), "t2d": mask, HEAD: head_rows}
 
 
+def check_sizes(config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int, where: str) -> None:
+    """Compare `draft_vocab_size` with the tensors that have a row for each of its tokens. Raises ExportError."""
+    size = int(config.get("draft_vocab_size") or vocab_size)
+    for name, rows, said in (
+        ("d2t", size, "draft_vocab_size"),
+        (HEAD, size, "draft_vocab_size"),
+        ("t2d", vocab_size, "vocab_size"),
+    ):
+        if name in tensors and tensors[name].shape[0] != rows:
+            raise ExportError(f"{where}: {said} is {rows} in config.json, {name} has {tensors[name].shape[0]} rows")
+
+
 def draft_vocabulary(tensors: dict[str, Tensor], where: str) -> tuple[int, ...]:
     """Read the reduced vocabulary from d2t, and check it against t2d. Raises ExportError."""
     if "d2t" not in tensors or "t2d" not in tensors:

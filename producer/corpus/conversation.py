@@ -56,6 +56,20 @@ def conversation_of(row: Any, answered: bool = True) -> Conversation | None:
     return Conversation(messages, _tools(tools))
 
 
+def question_of(row: Any) -> str | None:
+    """Read the user's first turn as conversation_of reads it; None where no user begins. Raises BadRow.
+
+    Answers and what follows the turn are not looked at.
+    """
+    asked = {key: value for key, value in row.items() if key not in _ANSWERS} if isinstance(row, dict) else row
+    turns = _turns(asked, answered=False)
+    for turn in turns if isinstance(turns, list) else ():
+        message = _message(turn)
+        if message["role"] != "system":
+            return str(message["content"]) if message["role"] == "user" else None
+    return None
+
+
 def unknown_fields(row: Any, kind: str) -> str:
     """Say which fields a row has and which are looked for; `kind` as in SourceConfig."""
     expected = {"chat": _CHAT_FIELDS, "text": "text"}.get(kind, f"{_CHAT_FIELDS}, or text")

@@ -83,9 +83,14 @@ def test_a_file_gives_the_users_first_turn(tmp_path: Path) -> None:
         {"question": "two", "answer": "x"},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "three"}]},
         {"conversations": [{"from": "human", "value": "four"}, {"from": "gpt", "value": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "fi"}, {"type": "text", "text": "ve"}]}]},
+        [{"role": "user", "content": "six"}],
+        {"instruction": "seven", "input": "eight", "output": 15},
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
-    assert load_prompts(str(tmp_path / "p.jsonl")) == ["one", "two", "three", "four"]
+    assert load_prompts(str(tmp_path / "p.jsonl")) == [
+        *("one", "two", "three", "four", "five", "six", "seven\n\neight")
+    ]
     assert load_prompts(str(tmp_path / "p.jsonl"), limit=2) == ["one", "two"]
 
 
@@ -96,6 +101,11 @@ def test_a_file_gives_the_users_first_turn(tmp_path: Path) -> None:
         ('{"text": "x"}', ":1: expected `prompt`"),
         ('{"prompt": "x"}\n{"messages": [{"role": "assistant", "content": "x"}]}', ":2: expected `prompt`"),
         ("", "no prompt in it"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            ":1: this row cannot be read: bad_content",
+        ),
+        ('{"messages": [{"role": "king", "content": "x"}]}', ":1: this row cannot be read: unknown_role: role 'king'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, content: str, words: str) -> None:

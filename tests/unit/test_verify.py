@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import launch
+from consumer.export.facts import ExportError
 from consumer.export.source import export_checkpoint
 from evaluation.parity import verify
 from evaluation.subject import load_subject
@@ -128,6 +130,56 @@ def test_eval_refuses_an_unwritable_folder_before_it_measures(
     words = ["eval", str(exports["zlab"]), "--target", str(target), "--prompts", "none.jsonl"]
     assert launch.main([*words, "--out", str(tmp_path / "file" / "o")]) == 2
     assert "--out: " in capsys.readouterr().err
+
+
+def test_eval_with_wrong_prompts_leaves_no_empty_folder(
+    exports: dict[str, Path], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", str(exports["zlab"]), "--target", str(target), "--prompts", "none.jsonl"]
+    (tmp_path / "kept").mkdir()
+    for out in (tmp_path / "new" / "results", tmp_path / "kept"):
+        assert launch.main([*words, "--out", str(out)]) == 3
+        assert "none.jsonl: no such file" in capsys.readouterr().err
+    assert [place.name for place in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "words"),
+    [
+        (4, None, "draft_vocab_size is 4 in config.json, d2t has 5 rows"),
+        (264, None, "draft_vocab_size is 264 in config.json, d2t has 5 rows"),
+        (5, "lm_head.weight", "draft_vocab_size is 5 in config.json, lm_head.weight has 4 rows"),
+        (5, "t2d", "vocab_size is 264 in config.json, t2d has 263 rows"),
+    ],
+)
+def test_a_reduced_vocabulary_of_another_size_than_its_tensors_is_refused(
+    target: Path, tmp_path: Path, size: int, tensor: str | None, words: str
+) -> None:
+    saved = save_drafter(tmp_path / "saved", target, DRAFTER | {"layout": "full"}, [2, 9, 40, 77, 200])
+    folder, _ = export_checkpoint(saved, "speculators", tmp_path / "out", dtype="float32")
+    other = changed(folder, tmp_path / "other", {"draft_vocab_size": size})
+    if tensor is not None:
+        tensors = load_file(other / "model.safetensors")
+        save_file(tensors | {tensor: tensors[tensor][:-1].clone()}, other / "model.safetensors")
+    with pytest.raises(ExportError, match=re.escape(words)):
+        verify(other, str(target))
+
+
+@pytest.mark.parametrize("said", [False, None])
+def test_full_layers_that_a_server_would_take_as_causal_are_found(
+    target: Path, tmp_path: Path, said: bool | None
+) -> None:
+    saved = save_drafter(tmp_path / "saved", target, DRAFTER | {"layout": "full"})
+    folder, _ = export_checkpoint(saved, "speculators", tmp_path / "out", dtype="float32")
+    assert all(finding.good for finding in verify(folder, str(target)))
+    other = changed(folder, tmp_path / "other", {"sliding_window_non_causal": said})
+    if said is None:
+        config = json.loads((other / "config.json").read_text())
+        del config["sliding_window_non_causal"]
+        (other / "config.json").write_text(json.dumps(config))
+    wrong = [finding.text for finding in verify(other, str(target)) if not finding.good]
+    assert len(wrong) == 1
+    assert "vLLM would serve these layers causal" in wrong[0]
 
 
 def test_damaged_weights_are_found(exports: dict[str, Path], target: Path, tmp_path: Path) -> None:
