@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.load import ConfigError
-from ops.errors import NoResource
+from ops.errors import NoResource, RunTaken
 from ops.feed import Listener
+from ops.locks import FileLock
 from ops.metrics_reader import MetricsReader
 from ops.run_folder import launcher_pid
 
@@ -35,16 +36,28 @@ class Exporter(Protocol):
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, written without torch."""
+    """Event files in RUN/tensorboard, written without torch, by one process at a time.
+
+    Every line of the run is written each time, so the files of an earlier start go with the first one: else all would
+    be there twice. Raises RunTaken while another process writes them.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         writer = _imported("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = _imported("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._summary = _imported("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        self._writer = writer.EventFileWriter(str(run_dir / "tensorboard"))
+        folder = run_dir / "tensorboard"
+        self._lock = FileLock(run_dir / "tensorboard.lock")
+        if pid := self._lock.take():
+            who = f"process {pid}" if pid > 0 else "another process"
+            raise RunTaken(f"{folder}: {who} writes these event files already; leave it running, or end it first")
+        self._earlier = list(folder.glob("events.out.tfevents.*"))
+        self._writer = writer.EventFileWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the numbers under role+rank/name."""
+        while self._earlier:
+            self._earlier.pop().unlink(missing_ok=True)
         prefix = f"{record['role']}{record['rank']}"
         values = [self._summary.Value(tag=f"{prefix}/{name}", simple_value=value) for name, value in numbers(record)]
         summary = self._summary(value=values)
@@ -53,6 +66,7 @@ class TensorBoard:
     def close(self) -> None:
         """Flush the file."""
         self._writer.close()
+        self._lock.drop()
 
 
 class WeightsAndBiases:

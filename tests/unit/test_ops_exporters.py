@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import urllib.request
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ops.errors import NoResource
+from ops.errors import NoResource, RunTaken
 from ops.exporters import Prometheus, TensorBoard, WeightsAndBiases, export, numbers
 from ops.metrics_reader import MetricsReader
 from ops.telemetry import METRICS_FILE, Metrics
@@ -89,6 +90,26 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     ]
     assert ("drafter0/loss", 2) in tags
     assert ("drafter0/accuracy_1", 0) in tags
+
+
+def test_tensorboard_started_again_writes_no_line_twice_and_not_beside_another(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    _write(tmp_path, range(3))
+    export(tmp_path, [TensorBoard(tmp_path)])
+    _write(tmp_path, range(3, 5))
+    writing = TensorBoard(tmp_path)
+    with pytest.raises(RunTaken, match=f"process {os.getpid()} writes these event files already"):
+        TensorBoard(tmp_path)
+    export(tmp_path, [writing])
+    TensorBoard(tmp_path).close()  # one that ends before it has written takes nothing away
+    steps = [
+        event.step
+        for file in (tmp_path / "tensorboard").iterdir()
+        for event in loader.EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.tag == "drafter0/loss"
+    ]
+    assert steps == [0, 1, 2, 3, 4]
 
 
 class _FakeWandb:
