@@ -74,8 +74,10 @@ class ContextGradient:
             multiply(d_out, weight, self.total, add=True)
         else:
             self.total += _mapped_back(d_out, weight, row_scale)
-        total, self.total = self.total, None if self.users == 0 else self.total
-        return total if self.users == 0 else None
+        if self.users > 0:
+            return None
+        total, self.total = self.total, None
+        return total
 
 
 class ContextProjection:
